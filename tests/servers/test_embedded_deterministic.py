@@ -6,11 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-import torch
 from transformers import MistralConfig
 
 from agent_loop.servers.embedded import EmbeddedServer
-from agent_loop.servers.embedded.runner import use_deterministic_kernels
 from agent_loop.types import SamplingParams, TokenOutput
 from tests.servers.tiny_embedded import (
     SIZES,
@@ -105,13 +103,3 @@ def test_a_turn_does_not_depend_on_which_server_computed_the_turn_before(
             assert (one.token_ids, one.log_probs) == (other.token_ids, other.log_probs)
 
     asyncio.run(main())
-
-
-def test_deterministic_kernels_are_enabled_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[bool] = []
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", calls.append)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    use_deterministic_kernels(torch.device("cpu"))
-    assert calls == []
-    use_deterministic_kernels(torch.device("cuda"))
-    assert calls == [True]

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from agent_loop.errors import ServerError
 from agent_loop.servers.embedded.sampling import sample_rows, uniform_at, uniform_stream
 from agent_loop.types import IntArray, SamplingParams, TokenOutput
 from tests.servers.tiny_embedded import (
     GREEDY,
-    VOCAB_SIZE,
     full_forward_logprobs,
     generate_all,
     joined,
@@ -135,20 +133,6 @@ def test_the_models_eos_token_is_the_default(model: Any) -> None:
     with_end = tiny_model(eos_token_id=end)
     output = one_completion(with_end, GREEDY, prompt=prompt)
     assert (output.token_ids, output.stop_reason) == ([end], "stop")
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        (random_prompt(0), "the prompt is empty"),
-        (random_prompt(64), "has 64 tokens, but max_model_len 64"),
-        (np.array([4, VOCAB_SIZE], dtype=np.int32), f"token id {VOCAB_SIZE}"),
-        (np.array([-1, 3], dtype=np.int32), "token id -1"),
-    ],
-)
-def test_an_invalid_prompt_is_rejected(model: Any, prompt: IntArray, message: str) -> None:
-    with pytest.raises(ServerError, match=message):
-        one_completion(model, GREEDY, prompt=prompt, max_model_len=64)
 
 
 def test_sampling_frequencies_follow_the_softmax() -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,48 +17,10 @@ from agent_loop.servers.openai_compatible import OpenAIServer
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.storage import StoredRun, to_trajectory, write_trajectories
 from agent_loop.trajectory import Trajectory
-from agent_loop.types import SamplingParams, TokenOutput, same_arrays
+from agent_loop.types import SamplingParams, same_arrays
 from tests.engines.common import EngineCase, make_model_folder
-from tests.servers.tiny_embedded import joined, random_prompt, serving, tiny_model
 
 K = 4
-
-
-def assert_top_of_the_model(model: Any, prompt: Any, output: TokenOutput, *, temperature: float) -> None:
-    """Check that the likeliest tokens are those of one forward pass over prompt and completion."""
-    ids = torch.from_numpy(joined(prompt, output.token_ids).astype(np.int64))
-    with torch.no_grad():
-        logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, len(prompt) - 1 :]
-    logprobs, token_ids = (logits.double() / (temperature or 1.0)).log_softmax(-1).topk(K)
-    assert output.extras["top_token_ids"].dtype == np.int32
-    assert output.extras["top_logprobs"].dtype == np.float32
-    assert output.extras["top_token_ids"].tolist() == token_ids.tolist()
-    np.testing.assert_allclose(output.extras["top_logprobs"], logprobs.numpy(), atol=2e-5)
-
-
-@pytest.mark.parametrize(
-    "variant",
-    [{"temperature": 1.0}, {"temperature": 0.6}, {"temperature": 0.0}, {"temperature": 0.7, "top_k": 2}],
-    ids=str,
-)
-def test_the_likeliest_tokens_are_those_of_a_full_forward_pass(variant: dict[str, Any]) -> None:
-    model, prompt = tiny_model(), random_prompt(9)
-
-    async def scenario() -> tuple[TokenOutput, TokenOutput, TokenOutput]:
-        params = SamplingParams(**variant, max_tokens=12, seed=3, top_logprobs=K)
-        async with serving(model) as server:
-            whole, plain = await asyncio.gather(
-                server.generate(prompt, params, "a"),
-                server.generate(prompt, SamplingParams(**variant, max_tokens=12, seed=3), "b"),
-            )
-            chunks = [chunk async for chunk in server.stream(prompt, params, "c")]
-            return whole, plain, TokenOutput.from_chunks(chunks)
-
-    whole, plain, streamed = asyncio.run(scenario())
-    assert_top_of_the_model(model, prompt, whole, temperature=variant["temperature"])
-    assert_top_of_the_model(model, prompt, streamed, temperature=variant["temperature"])
-    assert plain.token_ids == whole.token_ids == streamed.token_ids
-    assert not plain.extras
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,9 @@ def test_the_kind_of_logprobs_is_unknown_if_the_model_is_uncertain() -> None:
         (LogProbs.PROCESSED, {"temperature": 1.0, "top_k": 5}, False),
         (LogProbs.PROCESSED, {"temperature": 0.0, "top_k": 5}, True),
         (LogProbs.UNKNOWN, {}, False),
+        (LogProbs.RAW, {"json_schema": "{}"}, True),
+        (LogProbs.RAW, {"frequency_penalty": 0.5}, False),
+        (LogProbs.PROCESSED, {"frequency_penalty": 0.5}, True),
     ],
 )
 def test_logprobs_are_returned_only_where_they_are_exact(
@@ -368,12 +371,6 @@ def test_schemas_and_penalties_are_passed_to_vllm_under_its_names() -> None:
         sent(json_schema="{}", ignore_eos=True)
     with pytest.raises(SamplingParamsError, match="begin with the request"):
         sent(json_schema="{}", num_sampled=1)
-
-
-def test_raw_log_probs_are_not_those_of_penalised_logits() -> None:
-    assert LogProbs.RAW.are_exact(SamplingParams(json_schema="{}"))
-    assert not LogProbs.RAW.are_exact(SamplingParams(frequency_penalty=0.5))
-    assert LogProbs.PROCESSED.are_exact(SamplingParams(frequency_penalty=0.5))
 
 
 def test_a_last_part_without_tokens_has_the_last_version() -> None:
