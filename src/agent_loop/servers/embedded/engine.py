@@ -235,14 +235,12 @@ class EmbeddedEngine:
             self._finish(request, self._error(problem, request))
             return
         if not row.is_finite:
-            num_tokens = len(request.prompt_ids) + len(request.token_ids)
+            num_tokens = len(request.prompt_ids) + request.num_sampled
             self._finish(request, self._not_finite(num_tokens, request))
             return
         self.stats.decoded_tokens += 1
         self.backend.append(request, row.token_id)
-        reason = request.append(
-            row.token_id, row.logprob, weight_version=self.weight_version, extras=row.extras
-        )
+        reason = request.append(row, weight_version=self.weight_version)
         if reason is not None:
             self._finish(request, reason)
 

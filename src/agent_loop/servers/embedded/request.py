@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from agent_loop.errors import BadPrompt, SamplingParamsError
 from agent_loop.servers.embedded.grammar import Grammar
-from agent_loop.servers.embedded.sampling import Penalties, uniform_at, uniform_stream
+from agent_loop.servers.embedded.sampling import Penalties, SampledRow, uniform_at, uniform_stream
 from agent_loop.servers.embedded.vision import (
     VISION_MODELS,
     FeaturesError,
@@ -28,7 +29,6 @@ from agent_loop.types import (
     IntArray,
     SamplingParams,
     ServerStopReason,
-    TokenArrays,
     TokenChunk,
     TokenOutput,
     as_token_ids,
@@ -73,19 +73,16 @@ class EngineRequest:
     grammar: Grammar | None = None
     """Position in the schema of `params.json_schema`, which the server sets before it submits the request."""
     penalties: Penalties | None = None
-    token_ids: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    weight_versions: list[int] = field(default_factory=list[int])
-    extras: list[TokenArrays] = field(default_factory=list[TokenArrays])
-    """Further values of each token, without the axis of tokens."""
+    num_sampled: int = 0
+    """Number of tokens that the engine has sampled for this request."""
+    new_tokens: list[tuple[int, SampledRow]] = field(default_factory=list[tuple[int, SampledRow]])
+    """Weight versions and tokens that were not delivered to the caller yet."""
     num_cached_tokens: int = 0
     """Number of prompt tokens that were in the cache when the request was admitted."""
 
     submitted_at: float = field(default_factory=time.monotonic)
     prefill_s: float | None = None
-    """Seconds from `submitted_at` to the first token."""
-    num_taken: int = 0
-    """Number of tokens that were already delivered to the caller."""
+    """Seconds from `submitted_at` to the first token, until they are delivered with it."""
     _stream: int | None = None
 
     @property
@@ -100,18 +97,15 @@ class EngineRequest:
         if self._stream is None:
             assert self.seed is not None, "the engine derives a seed for requests without one"
             self._stream = uniform_stream(self.seed)
-        return uniform_at(self._stream, self.params.num_sampled + len(self.token_ids))
+        return uniform_at(self._stream, self.params.num_sampled + self.num_sampled)
 
-    def append(
-        self, token_id: int, logprob: float, *, weight_version: int, extras: TokenArrays
-    ) -> ServerStopReason | None:
+    def append(self, row: SampledRow, *, weight_version: int) -> ServerStopReason | None:
         """Append a sampled token. Return the stop reason if the completion ends with it, else None."""
-        if self.prefill_s is None:
+        if not self.num_sampled:
             self.prefill_s = time.monotonic() - self.submitted_at
-        self.token_ids.append(token_id)
-        self.logprobs.append(logprob)
-        self.weight_versions.append(weight_version)
-        self.extras.append(extras)
+        self.num_sampled += 1
+        self.new_tokens.append((weight_version, row))
+        token_id = row.token_id
         if self.penalties is not None:
             self.penalties.accept(token_id)
         if self.grammar is not None:
@@ -120,12 +114,25 @@ class EngineRequest:
                 return "stop"
         if token_id in self.stop_token_ids:
             return "stop"
-        return "length" if len(self.token_ids) >= self.max_new_tokens else None
+        return "length" if self.num_sampled >= self.max_new_tokens else None
 
     def take_new_chunks(self) -> list[TokenChunk]:
         """Return the tokens since the last call, as one chunk per weight version."""
-        start, self.num_taken = self.num_taken, len(self.token_ids)
-        return self._chunks_from(start)
+        new, self.new_tokens = self.new_tokens, []
+        chunks: list[TokenChunk] = []
+        for version, run in groupby(new, key=itemgetter(0)):
+            rows = [row for _, row in run]
+            chunks.append(
+                TokenChunk(
+                    [row.token_id for row in rows],
+                    [row.logprob for row in rows],
+                    weight_version=version,
+                    prefill_s=self.prefill_s,
+                    extras=stacked_arrays([row.extras for row in rows]),
+                )
+            )
+            self.prefill_s = None
+        return chunks
 
     def take_last_chunks(self, stop_reason: ServerStopReason, *, weight_version: int) -> list[TokenChunk]:
         """Return the tokens since the last call. The last chunk has the stop reason."""
@@ -137,22 +144,6 @@ class EngineRequest:
             num_cached_tokens=self.num_cached_tokens,
         )
         return list(TokenOutput.from_chunks([*self.take_new_chunks(), end]).chunks)
-
-    def _chunks_from(self, start: int) -> list[TokenChunk]:
-        chunks: list[TokenChunk] = []
-        for version, run in groupby(self.weight_versions[start:]):
-            end = start + len(list(run))
-            chunks.append(
-                TokenChunk(
-                    self.token_ids[start:end],
-                    self.logprobs[start:end],
-                    weight_version=version,
-                    prefill_s=None if start else self.prefill_s,
-                    extras=stacked_arrays(self.extras[start:end]),
-                )
-            )
-            start = end
-        return chunks
 
 
 class ScoredRows(NamedTuple):
