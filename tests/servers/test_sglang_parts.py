@@ -25,6 +25,7 @@ from agent_loop.errors import (
     WeightsError,
 )
 from agent_loop.servers.base import Ability, ServerSpec
+from agent_loop.servers.engine_client import stamp
 from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.sglang import SGLangClient, loader
 from agent_loop.servers.sglang.requests import (
@@ -35,7 +36,6 @@ from agent_loop.servers.sglang.requests import (
     read_reply,
     schema_errors,
 )
-from agent_loop.servers.weight_versions import stamp
 from agent_loop.types import SamplingParams, TokenChunk, TokenOutput, as_token_ids
 from agent_loop.weights.sender import WeightSender
 from tests.servers.tiny_embedded import tiny_model

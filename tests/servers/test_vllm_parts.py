@@ -16,7 +16,7 @@ import torch
 from agent_loop.config import ModelConfig
 from agent_loop.errors import BadServerReply, ConfigError, SamplingParamsError, ServerError
 from agent_loop.servers.base import ServerSpec
-from agent_loop.servers.engine_client import EngineLoad
+from agent_loop.servers.engine_client import EngineLoad, stamped
 from agent_loop.servers.vllm.client import read_load
 from agent_loop.servers.vllm.limits import ModelInfo, VLLMRequestLimits
 from agent_loop.servers.vllm.logprobs import (
@@ -28,7 +28,6 @@ from agent_loop.servers.vllm.logprobs import (
 from agent_loop.servers.vllm.options import engine_options
 from agent_loop.servers.vllm.replies import read_stream
 from agent_loop.servers.vllm.worker import FullLogProbsStage, WeightWorker, return_full_logits
-from agent_loop.servers.weight_versions import stamped
 from agent_loop.types import SamplingParams, TokenChunk, TokenOutput, as_token_ids
 from tests.servers.tiny_embedded import tiny_model
 
@@ -275,13 +274,13 @@ def test_an_error_in_a_stream_fails_the_request() -> None:
 
 
 def test_without_vllm_the_error_states_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from agent_loop.servers import packages
+    from agent_loop.servers import process
     from agent_loop.servers.vllm import VLLMServer
 
-    monkeypatch.setattr(packages, "installed_version", lambda package: None)
+    monkeypatch.setattr(process, "installed_version", lambda package: None)
     with pytest.raises(ConfigError, match=r"pip install .vllm>=0\.32"):
         VLLMServer.create(spec())
-    monkeypatch.setattr(packages, "installed_version", lambda package: "0.9.1")
+    monkeypatch.setattr(process, "installed_version", lambda package: "0.9.1")
     with pytest.raises(ConfigError, match=r"vllm 0\.9\.1 is installed, but only"):
         VLLMServer.create(spec())
 

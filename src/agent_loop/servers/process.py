@@ -1,4 +1,4 @@
-"""Engines in processes of their own: their start, their last log lines, their death and their end.
+"""Engines in processes of their own: their packages, their start, their last log lines, their death and their end.
 
     python -m agent_loop.servers.process MODULE ARGUMENTS...
 
@@ -25,8 +25,11 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar
+
+from packaging.specifiers import SpecifierSet
 
 from agent_loop.errors import ConfigError, ServerDied, ServerTimeout
 from agent_loop.planning.devices import environment_for
@@ -184,6 +187,39 @@ class EngineProcess:
                 if not self._first_error and (found := FIRST_ERROR.search(text)):
                     self._first_error = found.group()
                 logger.info("%s: %s", self._server, text)
+
+
+def import_engine(module: str, *, package: str, supported: str) -> Any:
+    """Import a module of an engine's package."""
+    found = require_version(package, supported=supported)
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{package} {found} is installed but cannot be imported: {error}") from error
+
+
+def require_version(package: str, *, supported: str) -> str:
+    """Return the installed version of a package without importing it."""
+    found = installed_version(package)
+    if found is None:
+        raise ConfigError(
+            f'agent_loop.servers.{package} needs {package}: pip install "{package}{supported}" (docs/engines.md)'
+        )
+    if not SpecifierSet(supported, prereleases=True).contains(found):
+        raise ConfigError(
+            f"{package} {found} is installed, but only {supported} is supported; install a supported version"
+        )
+    return found
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of the distribution that provides a top-level package, or None."""
+    for distribution in packages_distributions().get(package, ()):
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return None
 
 
 def refuse_option(why: object) -> NoReturn:

@@ -88,19 +88,17 @@ def checked_scores(
             server=server,
         )
 
-    def array(name: str, shape: tuple[int, ...], kinds: str) -> NDArray[Any]:
+    def array(name: str, shape: tuple[int, ...], kind: type[Any]) -> NDArray[Any]:
         try:
-            given: NDArray[Any] = np.array(getattr(reply, name))
-        except ValueError:
-            raise bad(f"{name} has rows of different lengths") from None
+            given: NDArray[Any] = np.array(getattr(reply, name)).astype(kind, casting="same_kind")
+        except (ValueError, TypeError) as error:
+            raise bad(f"{name} is not an array of {kind.__name__} ({error})") from None
         if given.shape != shape:
             raise bad(f"{name} has shape {list(given.shape)}, expected {list(shape)}")
-        if given.dtype.kind not in kinds:
-            raise bad(f"{name} is an array of {given.dtype}, not of numbers")
         return given
 
     def logprobs(name: str, shape: tuple[int, ...]) -> FloatArray:
-        given = array(name, shape, "fiu").astype(np.float32)
+        given = array(name, shape, np.float32)
         wrong = given[np.isnan(given) | (given > ROUNDING)]
         if len(wrong):
             raise bad(
@@ -116,12 +114,10 @@ def checked_scores(
     num_top = min(top_logprobs, vocab_size or top_logprobs)
     if vocab_size is None and isinstance(reply.top_ids, np.ndarray):  # fewer may be all of the vocabulary
         num_top = min(num_top, *reply.top_ids.shape[1:])
-    shape = (num_scores, num_top)
-    top_ids = array("top_ids", shape, "iu")
-    past_end = np.iinfo(np.int32).max if vocab_size is None else vocab_size
-    if top_ids.size and not 0 <= int(top_ids.min()) <= int(top_ids.max()) < past_end:
-        raise bad(f"top_ids has ids from {top_ids.min()} to {top_ids.max()}, outside 0..{past_end - 1}")
-    return TokenScores(of_tokens, top_ids.astype(np.int32), logprobs("top_logprobs", shape))
+    top_ids = array("top_ids", (num_scores, num_top), np.int32)
+    if top_ids.size and not 0 <= int(top_ids.min()) <= int(top_ids.max()) < (vocab_size or 2**31):
+        raise bad(f"top_ids has ids from {top_ids.min()} to {top_ids.max()}, outside of the vocabulary")
+    return TokenScores(of_tokens, top_ids, logprobs("top_logprobs", (num_scores, num_top)))
 
 
 def read_prompt_logprobs(entries: Any, *, token_ids: IntArray, start: int, top_logprobs: int) -> TokenScores:

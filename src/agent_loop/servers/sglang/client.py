@@ -24,6 +24,8 @@ from agent_loop.servers.engine_client import (
     EngineClient,
     EngineLoad,
     RunningRequest,
+    as_version,
+    stamped,
 )
 from agent_loop.servers.http import HttpClient, HttpStatusError, reading
 from agent_loop.servers.process import EngineProcess
@@ -42,7 +44,6 @@ from agent_loop.servers.sglang.requests import (
     schema_errors,
     score_body,
 )
-from agent_loop.servers.weight_versions import as_version, stamped
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk
 

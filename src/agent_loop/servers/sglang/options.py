@@ -11,8 +11,7 @@ import torch
 
 from agent_loop.errors import ConfigError
 from agent_loop.servers.base import ServerSpec, refuse_unknown_options
-from agent_loop.servers.packages import import_engine, require_version
-from agent_loop.servers.process import end_with_children, refuse_option
+from agent_loop.servers.process import end_with_children, import_engine, refuse_option, require_version
 from agent_loop.servers.sglang import loader
 
 SUPPORTED = ">=0.5.23,<0.5.24"

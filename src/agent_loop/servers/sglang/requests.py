@@ -10,9 +10,9 @@ import numpy as np
 
 from agent_loop.errors import SamplingParamsError, ServerError
 from agent_loop.servers.base import Ability, refuse_params_of_request
+from agent_loop.servers.engine_client import as_version, token_versions
 from agent_loop.servers.http import FINISH_REASONS, reading
 from agent_loop.servers.scores import TokenScores
-from agent_loop.servers.weight_versions import as_version, token_versions
 from agent_loop.types import (
     IntArray,
     SamplingParams,

@@ -34,6 +34,8 @@ from agent_loop.servers.engine_client import (
     EngineClient,
     EngineLoad,
     RunningRequest,
+    as_version,
+    stamped,
 )
 from agent_loop.servers.http import HttpClient, HttpStatusError, reading
 from agent_loop.servers.publishing import WeightPublisher
@@ -49,7 +51,6 @@ from agent_loop.servers.vllm.logprobs import (
 from agent_loop.servers.vllm.logprobs import num_logprobs as num_logprobs_of
 from agent_loop.servers.vllm.options import SUPPORTED, WORKER_EXTENSION
 from agent_loop.servers.vllm.replies import cached_tokens, read_stream, top_tokens
-from agent_loop.servers.weight_versions import as_version, stamped
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk
 

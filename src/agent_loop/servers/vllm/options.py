@@ -11,8 +11,7 @@ from typing import Any
 
 from agent_loop.errors import ConfigError
 from agent_loop.servers.base import ServerSpec, refuse_unknown_options
-from agent_loop.servers.packages import import_engine
-from agent_loop.servers.process import end_with_children, refuse_option
+from agent_loop.servers.process import end_with_children, import_engine, refuse_option
 from agent_loop.servers.vllm.logprobs import num_logprobs
 
 PACKAGE = "vllm"

@@ -8,8 +8,8 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
+from agent_loop.servers.engine_client import token_versions
 from agent_loop.servers.http import FINISH_REASONS, HttpStatusError, reading
-from agent_loop.servers.weight_versions import token_versions
 from agent_loop.types import SamplingParams, TokenChunk, top_logprob_arrays
 
 

@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.base import Ability, ServerSpec
 from agent_loop.servers.http import HttpClient
-from agent_loop.servers.packages import require_version
-from agent_loop.servers.process import EngineProcess
+from agent_loop.servers.process import EngineProcess, require_version
 from agent_loop.servers.vllm.client import GENERATE_TIMEOUT_S, EngineInfo, VLLMEngine
 from agent_loop.servers.vllm.limits import ModelInfo
 from agent_loop.servers.vllm.logprobs import LogProbs
