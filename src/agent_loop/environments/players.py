@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from agent_loop.config import ChatEndpoint
 from agent_loop.errors import ConfigError, DataError, EnvironmentBug, EnvironmentUnavailable, did_you_mean
@@ -30,16 +30,15 @@ class PlayerTurn:
     """Random numbers of this seat, the same whenever the rollout is repeated."""
 
 
-class Player(Protocol):
+class Player:
     """Player of a seat."""
 
     async def move(self, observation: str) -> str | None:
         """Return the seat's move, or None if it can move no more."""
-        ...
+        raise NotImplementedError
 
     async def close(self) -> None:
         """Free what the player holds."""
-        ...
 
 
 class OpponentSettings(ChatEndpoint):
@@ -48,33 +47,27 @@ class OpponentSettings(ChatEndpoint):
     system_prompt: str | None = None
 
 
-class BuiltInPlayer:
-    """Plays a random legal move, or the first one."""
+class ScriptedPlayer(Player):
+    """Plays a random legal move, the first one, or what a function of a `PlayerTurn` returns."""
 
     def __init__(
-        self, name: str, *, legal_moves: Callable[[], Awaitable[Sequence[str]]], rng: random.Random
+        self,
+        name: str,
+        *,
+        seat: int,
+        legal_moves: Callable[[], Awaitable[Sequence[str]]],
+        rng: random.Random,
     ) -> None:
-        self._name = name
+        self._name = name.removeprefix(SCRIPTED)
+        self._function = None if self._name in BUILT_IN else _load_function(name)
         self._legal_moves = legal_moves
-        self._rng = rng
-
-    async def move(self, observation: str) -> str:
-        moves = await self._legal_moves()
-        return self._rng.choice(moves) if self._name == "random" else moves[0]
-
-    async def close(self) -> None:
-        pass
-
-
-class FunctionPlayer:
-    """Plays what a function of a `PlayerTurn` returns."""
-
-    def __init__(self, function: Callable[[PlayerTurn], Any], *, seat: int, rng: random.Random) -> None:
-        self._function = function
         self._seat = seat
         self._rng = rng
 
     async def move(self, observation: str) -> str:
+        if self._function is None:
+            moves = await self._legal_moves()
+            return self._rng.choice(moves) if self._name == "random" else moves[0]
         turn, where = PlayerTurn(self._seat, observation, self._rng), f"the player of seat {self._seat}"
         try:
             text: Any = await call_function(self._function, turn)
@@ -86,11 +79,8 @@ class FunctionPlayer:
             raise EnvironmentBug(f"{where} returned {describe_value(text)}; return a str")
         return text
 
-    async def close(self) -> None:
-        pass
 
-
-class ModelPlayer:
+class ModelPlayer(Player):
     """Plays the replies of a model on another server, which sees the conversation of its seat."""
 
     def __init__(self, name: str, settings: OpponentSettings) -> None:
@@ -145,22 +135,6 @@ def read_players(
             f"{where} has {len(names)} players, and the game has {num_seats} seats; give one for each"
         )
     return [str(name) for name in names]
-
-
-def make_player(
-    name: str,
-    *,
-    seat: int,
-    opponents: Mapping[str, OpponentSettings],
-    legal_moves: Callable[[], Awaitable[Sequence[str]]],
-    rng: random.Random,
-) -> Player:
-    """Return a player that is not the policy."""
-    if name in opponents:
-        return ModelPlayer(name, opponents[name])
-    if name.removeprefix(SCRIPTED) in BUILT_IN:
-        return BuiltInPlayer(name.removeprefix(SCRIPTED), legal_moves=legal_moves, rng=rng)
-    return FunctionPlayer(_load_function(name), seat=seat, rng=rng)
 
 
 def _load_function(name: str) -> Callable[[PlayerTurn], Any]:

@@ -14,9 +14,10 @@ from agent_loop.environments.factory import find_environment
 from agent_loop.environments.live import LiveGame, run_close
 from agent_loop.environments.players import (
     POLICY,
+    ModelPlayer,
     OpponentSettings,
     Player,
-    make_player,
+    ScriptedPlayer,
     read_players,
 )
 from agent_loop.episode import Episode, EpisodeStopped
@@ -155,10 +156,12 @@ class GameAgentLoop(AgentLoopBase):
         row: Mapping[str, Any],
         sampling_params: Mapping[str, Any],
     ) -> Player:
+        if name in self._opponents:
+            return ModelPlayer(name, self._opponents[name])
         if name != POLICY:
             rng = random.Random(trajectory_seed("player", seat))
             moves = partial(game.legal_moves, seat)
-            return make_player(name, seat=seat, opponents=self._opponents, legal_moves=moves, rng=rng)
+            return ScriptedPlayer(name, seat=seat, legal_moves=moves, rng=rng)
         prompt: Sequence[Message] = row["raw_prompt"]
         head = [message for message in prompt if message["role"] == "system"]
         player = PolicySeat(seat, open_episode=self.episode, head=head, sampling_params=sampling_params)
@@ -192,7 +195,7 @@ class _Turn:
     """Whether the game is over, so that no move follows."""
 
 
-class PolicySeat:
+class PolicySeat(Player):
     """Player of a seat: the policy. The game's observations are the user messages of its episode."""
 
     def __init__(
@@ -226,9 +229,6 @@ class PolicySeat:
     def end(self, observation: str) -> None:
         """Tell the seat how the game ended. The text is recorded, but the model does not see it."""
         self._turns.put_nowait(_Turn(observation, is_over=True))
-
-    async def close(self) -> None:
-        pass
 
     async def run(self) -> None:
         """Run the episode, until the game is over or the episode can go on no more."""
