@@ -11,17 +11,16 @@ record was damaged later, and its journal is refused.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import re
 import struct
 import zlib
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias, cast
 
@@ -377,63 +376,20 @@ def _check_header(data: bytes) -> None:
 
 
 class JournalWriter:
-    """Writer of one journal, in a thread. Use it with `async with`.
+    """Writer of one journal. Use it with `async with`.
 
-    Records reach the operating system as soon as the thread writes them. They reach the disk (fsync) when a caller
-    waits with `to_disk`, and when the writer is closed. If a write fails, the incomplete records are removed from the
-    file, and later records are refused.
+    Records reach the operating system at once. They reach the disk (fsync) when a caller waits with `to_disk`, and when
+    the writer is closed. If a write fails, the incomplete record is removed from the file, and later records are
+    refused.
     """
 
     def __init__(self, path: Path, *, num_bytes: int = 0) -> None:
         self.path = path
         self._num_bytes = num_bytes
-        self._queue: deque[bytes] = deque()
-        self._is_scheduled = False
         self._error: JournalError | None = None
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="agent-loop-journal")
         self._file = -1
 
     async def __aenter__(self) -> Self:
-        self._loop = asyncio.get_running_loop()
-        try:
-            await self._loop.run_in_executor(self._executor, self._open)
-        except BaseException:
-            self._executor.shutdown(wait=False)
-            raise
-        return self
-
-    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        try:
-            await run_shielded(self._end, timeout_s=CLOSE_TIMEOUT_S)
-        except JournalError:
-            if error is None:
-                raise
-        finally:
-            self._executor.shutdown(wait=False)
-
-    def append(self, payload: bytes) -> None:
-        if self._error is not None:
-            raise self._error
-        self._queue.append(framed(payload))
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            self._loop.call_soon(self._executor.submit, self._write_queued)
-
-    async def flushed(self, *, to_disk: bool = False) -> None:
-        if self._error is None:
-            await self._loop.run_in_executor(self._executor, self._write_queued, to_disk)
-        if self._error is not None:
-            raise self._error
-
-    async def _end(self) -> None:
-        try:
-            await self.flushed(to_disk=True)
-        finally:
-            await self._loop.run_in_executor(self._executor, self._close)
-
-    # -- in the thread ---------------------------------------------------------------------------------------------
-
-    def _open(self) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -442,23 +398,36 @@ class JournalWriter:
             if not self._num_bytes:
                 self._write(HEADER)
         except OSError as error:
+            self._close()
             raise self._describe(error) from error
+        return self
 
-    def _write_queued(self, to_disk: bool = False) -> None:
-        self._is_scheduled = (
-            False  # before the queue is read: a record that is appended from now on schedules a write
-        )
-        records: list[bytes] = []
-        while self._queue:
-            records.append(self._queue.popleft())
-        if self._error is not None:
-            return
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
-            self._write(b"".join(records))
-            if to_disk:
-                os.fsync(self._file)
-        except OSError as error:
-            self._error = self._describe(error)
+            await run_shielded(partial(self.flushed, to_disk=True), timeout_s=CLOSE_TIMEOUT_S)
+        except JournalError:
+            if error is None:
+                raise
+        finally:
+            self._close()
+
+    def append(self, payload: bytes) -> None:
+        if self._error is None:
+            try:
+                self._write(framed(payload))
+            except OSError as error:
+                self._error = self._describe(error)
+        if self._error is not None:
+            raise self._error
+
+    async def flushed(self, *, to_disk: bool = False) -> None:
+        if to_disk and self._error is None:
+            try:
+                await run_in_thread(os.fsync, self._file)
+            except OSError as error:
+                self._error = self._describe(error)
+        if self._error is not None:
+            raise self._error
 
     def _write(self, data: bytes) -> None:
         rest = memoryview(data)
