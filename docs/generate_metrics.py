@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.rollout.prometheus_metrics import RolloutMetrics
 from agent_loop.serve.metrics import Metrics
 from agent_loop.servers.pool import ServerPool
@@ -91,8 +92,8 @@ def _description(node: ast.stmt) -> str:
 
 
 def _prometheus_rows() -> Iterator[str]:
-    rollout = RolloutMetrics(ServerPool(()), gates=(), has_balancer=True, num_dropped=dict)
-    bare = RolloutMetrics(ServerPool(()), gates=(), has_balancer=False, num_dropped=dict)
+    rollout = RolloutMetrics(ServerPool(()), gate=AdmissionGate(), num_dropped=dict)
+    bare = RolloutMetrics(ServerPool(()), gate=None, num_dropped=dict)
     of_rollout, of_serve = _families(rollout), _families(Metrics())
     without_balancer = _families(bare)
     for name in sorted(of_rollout | of_serve):

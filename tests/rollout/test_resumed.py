@@ -55,7 +55,7 @@ def test_a_batch_cancelled_for_new_weights_resumes_under_them(max_concurrent: in
 
     first, second = run_virtual(scenario())
     lengths = [len(t.output.response_ids) for t in first]
-    assert lengths == ([20] * 8 if max_concurrent is None else [20, 0, 0, 0] * 2)
+    assert lengths == ([20] * 8 if max_concurrent is None else [20, 20, *[0] * 6])
     assert {t.output.stop_reason for t in first} == {StopReason.CANCELLED}
     assert {t.reward for t in first} == {None}
     for trajectory, length in zip(second, lengths, strict=True):

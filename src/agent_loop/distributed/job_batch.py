@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from agent_loop.distributed.messages import job_of
 from agent_loop.distributed.remote_worker import RemoteWorker
 from agent_loop.recording.row_log import RowLog
 from agent_loop.rollout.jobs import Job
-from agent_loop.rollout.worker import split
 from agent_loop.runtime.isolated_task import DeadlineExpired
 from agent_loop.runtime.user_code import run_bounded
 from agent_loop.trajectory import AgentLoopOutput, Failure, FailureKind, Trajectory
@@ -179,3 +179,9 @@ class JobBatch:
         if job.log is not None:
             await job.log.end([trajectory])
         self.add([trajectory])
+
+
+def split(jobs: Sequence[Job], num_chunks: int) -> list[Sequence[Job]]:
+    """Split jobs into contiguous chunks whose sizes differ by at most one."""
+    cuts = [len(jobs) * chunk // num_chunks for chunk in range(num_chunks + 1)]
+    return [jobs[start:end] for start, end in pairwise(cuts)]

@@ -115,11 +115,13 @@ def make_worker(
     )
 
 
-def make_gate(max_concurrent: int | Literal["auto"] | None, *, pool: ServerPool) -> AdmissionGate:
-    """Return the gate that admits trajectories as `rollout.max_concurrent` says."""
+def make_gate(
+    max_concurrent: int | Literal["auto"] | None, *, pool: ServerPool, num_workers: int = 1
+) -> AdmissionGate:
+    """Return the gate that admits the trajectories of `num_workers` as `rollout.max_concurrent` says."""
     if max_concurrent == "auto":
         return AdaptiveGate(pool)
-    return AdmissionGate() if max_concurrent is None else AdmissionGate(bound=max_concurrent)
+    return AdmissionGate() if max_concurrent is None else AdmissionGate(bound=max_concurrent * num_workers)
 
 
 def _limits(config: RolloutConfig) -> EpisodeLimits:

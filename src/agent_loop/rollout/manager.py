@@ -43,7 +43,7 @@ from agent_loop.rollout.stages import (
     run_first_groups,
     split_resumed,
 )
-from agent_loop.rollout.worker import AgentLoopWorker, LocalWorkers, Workers
+from agent_loop.rollout.worker import AgentLoopWorker, Workers
 from agent_loop.runtime.concurrency import run_shielded, running_in_background
 from agent_loop.runtime.garbage_collection import infrequent_collections
 from agent_loop.runtime.threads import run_in_thread
@@ -72,10 +72,10 @@ class AgentLoopManager:
         servers: The LLM servers. Closed with the manager.
         template: The model's chat template.
         reward: Scores trajectories that have no reward of their own. The manager itself calls a `BatchRewardFunction`,
-            wherever its workers run. The workers made here call any other.
-        workers: Run the loops. None makes `rollout.agent.num_workers` in this process. Closed with the manager.
+            wherever its workers run. A worker made here calls any other.
+        workers: Run the loops. None makes one in this process. Closed with the manager.
         settings: The settings of the run outside `config`, for loops that read them, as verl's do.
-        tools: Tools by name, in addition to those that `config` names. Workers made here have them.
+        tools: Tools by name, in addition to those that `config` names. A worker made here has them.
 
     Raises:
         ConfigError: A loop, tool or interaction that the config names does not exist or cannot be loaded.
@@ -103,9 +103,14 @@ class AgentLoopManager:
         loops = load_loops(config)
         self._context = context
         self._batch_reward = reward if isinstance(reward, BatchRewardFunction) else None
-        self._workers = workers or LocalWorkers(
-            _make_local_workers(config, context=context, loops=loops, reward=reward)
-        )
+        self._local: AgentLoopWorker | None = None
+        if workers is None:
+            count = config.agent.num_workers
+            gate = make_gate(config.max_concurrent, pool=self.server_manager.pool, num_workers=count)
+            workers = self._local = make_worker(
+                config, context=context, loops=loops, reward=reward, gate=gate
+            )
+        self._workers = workers
         self.tracing = Tracer(config, template=template)
         self.metrics = None if config.metrics_port is None else self._make_metrics()
         self._loops = loops
@@ -417,29 +422,11 @@ class AgentLoopManager:
         import_extra("prometheus_client", extra="prometheus", by="rollout.metrics_port")
         from agent_loop.rollout.prometheus_metrics import RolloutMetrics  # late: optional
 
-        local = self._workers if isinstance(self._workers, LocalWorkers) else None
         return RolloutMetrics(
             self.server_manager.pool,
-            gates=() if local is None else local.gates,
-            has_balancer=local is not None,  # workers elsewhere have balancers of their own
+            gate=None if self._local is None else self._local.gate,
             num_dropped=self.tracing.num_dropped,
         )
-
-
-def _make_local_workers(
-    config: RolloutConfig,
-    *,
-    context: LoopContext,
-    loops: LoopRegistry,
-    reward: RewardFunction | BatchRewardFunction | None,
-) -> list[AgentLoopWorker]:
-    """Make the workers of this process. They share one gate if the servers determine how many trajectories run."""
-    is_shared = config.max_concurrent == "auto"
-    gate = make_gate("auto", pool=context.server_manager.pool) if is_shared else None
-    return [
-        make_worker(config, context=context, loops=loops, reward=reward, gate=gate)
-        for _ in range(config.agent.num_workers)
-    ]
 
 
 def check_rows(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
 from wsgiref.simple_server import WSGIServer
@@ -28,15 +28,14 @@ class RolloutMetrics(Collector):
         self,
         pool: ServerPool,
         *,
-        gates: Collection[AdmissionGate],
-        has_balancer: bool,
+        gate: AdmissionGate | None,
         num_dropped: Callable[[], Mapping[str, int]],
     ) -> None:
         self.port = 0
         """Port of the endpoint; 0 before `start`."""
         self._pool = pool
-        self._gates = gates
-        self._has_balancer = has_balancer
+        self._gate = gate
+        """Gate of the worker in this process. None if workers elsewhere have gates and balancers of their own."""
         self._num_dropped = num_dropped
         self._num_unfinished = 0
         self._server: tuple[WSGIServer, threading.Thread] | None = None
@@ -121,9 +120,9 @@ class RolloutMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """Yield the current metrics. Called by Prometheus' client in a thread of the endpoint."""
         yield from self._server_metrics()
-        if self._has_balancer:
+        if self._gate is not None:
             yield from self._balancer_metrics()
-        num_held_back = sum(gate.num_waiting for gate in self._gates)
+        num_held_back = 0 if self._gate is None else self._gate.num_waiting
         yield _gauge(
             "agent_loop_trajectories",
             "Trajectories in flight, and trajectories held back by rollout.max_concurrent.",

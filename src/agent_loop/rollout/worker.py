@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from itertools import pairwise
 from typing import Any, Protocol, cast
 
 from msgspec import structs
@@ -129,6 +128,15 @@ class AgentLoopWorker:
             async with self.gate.adapting(), watching as lag:
                 by_job = await run_together((run_one(job) for job in jobs), begin_at_once=BEGIN_AT_ONCE)
         return [trajectory for trajectories in by_job for trajectory in trajectories]
+
+    async def start(self) -> None:
+        """Do nothing; see `Workers`."""
+
+    async def close(self) -> None:
+        """Do nothing; see `Workers`."""
+
+    async def set_weight_version(self, weight_version: int) -> None:
+        """Do nothing; the servers' pool in this process knows the version."""
 
     def cancel(self, trajectory_id: str) -> bool:
         """End one trajectory with `cancelled`, its tokens kept. Return whether it was in flight."""
@@ -353,7 +361,7 @@ def _failed_replay(log: RowLog, attempt: Attempt) -> Attempt:
 
 
 class Workers(Protocol):
-    """All workers of a manager. Every method is called on one event loop."""
+    """The workers of a manager: one `AgentLoopWorker`, or several in other processes."""
 
     async def start(self) -> None:
         """Start the workers. Called once, when the servers are up."""
@@ -384,50 +392,3 @@ class Workers(Protocol):
     async def close(self) -> None:
         """Close the workers."""
         ...
-
-
-class LocalWorkers:
-    """Workers on this event loop. Implements `Workers`."""
-
-    def __init__(self, workers: Sequence[AgentLoopWorker]) -> None:
-        self._workers = tuple(workers)
-
-    @property
-    def gates(self) -> set[AdmissionGate]:
-        """Gates that admit the workers' trajectories. Workers may share a gate."""
-        return {worker.gate for worker in self._workers}
-
-    async def start(self) -> None:
-        pass
-
-    async def run(
-        self,
-        jobs: Sequence[Job],
-        *,
-        budget: FailureBudget | None = None,
-        on_trajectory: Callable[[Trajectory], None] | None = None,
-    ) -> list[Trajectory]:
-        chunks = await run_together(
-            worker.run(chunk, budget=budget, on_trajectory=on_trajectory)
-            for worker, chunk in zip(self._workers, split(jobs, len(self._workers)), strict=True)
-        )
-        return [trajectory for chunk in chunks for trajectory in chunk]
-
-    def cancel(self, trajectory_id: str) -> bool:
-        return any(worker.cancel(trajectory_id) for worker in self._workers)
-
-    def cancel_all(self) -> None:
-        for worker in self._workers:
-            worker.cancel_all()
-
-    async def set_weight_version(self, weight_version: int) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
-
-
-def split(jobs: Sequence[Job], num_chunks: int) -> list[Sequence[Job]]:
-    """Split jobs into contiguous chunks whose sizes differ by at most one."""
-    cuts = [len(jobs) * chunk // num_chunks for chunk in range(num_chunks + 1)]
-    return [jobs[start:end] for start, end in pairwise(cuts)]
