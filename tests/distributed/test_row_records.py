@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from agent_loop.distributed.job_batch import JobBatch
-from agent_loop.distributed.worker_actor import SEND_WITHIN_S, JobRun, RowRecordSink
+from agent_loop.distributed.worker_actor import JobRun, RowRecordSink
 from agent_loop.recording.record import RecordEntry, RecordKind, RecordPosition
 from agent_loop.recording.row_log import RowLog
 from agent_loop.recording.values import pack
@@ -31,42 +31,27 @@ class ListSink:
         pass
 
 
-def test_records_are_sent_after_a_short_wait_and_stored_once_the_driver_fetches_again() -> None:
-    async def scenario() -> None:
-        clock, run = asyncio.get_running_loop().time, JobRun()
-        first, second = RowRecordSink(run, "first"), RowRecordSink(run, "second")
-        first.append(b"1")
-        second.append(b"2")
-        update = await run.next_update()
-        assert clock() == SEND_WITHIN_S
-        assert update.records == [("first", b"1"), ("second", b"2")]
-        async with asyncio.TaskGroup() as group:
-            flushing = group.create_task(second.flushed())
-            await asyncio.sleep(60)
-            assert not flushing.done()
-            fetching = group.create_task(run.next_update())
-            await flushing
-            assert not fetching.done()
-            fetching.cancel()
-
-    run_virtual(scenario())
-
-
-def test_a_flush_sends_the_records_at_once() -> None:
+def test_records_are_stored_once_the_driver_has_confirmed_their_update() -> None:
     async def scenario() -> None:
         run = JobRun()
-        sink = RowRecordSink(run, "row")
-        sink.append(b"1")
-        async with asyncio.TaskGroup() as group:
-            flushing = group.create_task(sink.flushed())
-            cancelled = group.create_task(sink.flushed())
-            assert (await run.next_update()).records == [("row", b"1")]
-            assert asyncio.get_running_loop().time() == 0
-            cancelled.cancel()
-            fetching = group.create_task(run.next_update())
-            await flushing
-            fetching.cancel()
-        await sink.flushed()
+        first, second = RowRecordSink(run, "first"), RowRecordSink(run, "second")
+        updates = run.updates()
+        first.append(b"1")
+        second.append(b"2")
+        flushing = asyncio.create_task(second.flushed())
+        await asyncio.sleep(0)
+        assert (await anext(updates)).records == [("first", b"1"), ("second", b"2")]
+        first.append(b"3")
+        assert (await anext(updates)).records == [("first", b"3")]
+        flushing_later = asyncio.create_task(first.flushed())
+        await asyncio.sleep(60)
+        assert not flushing.done()
+        run.confirm()
+        await flushing
+        assert not flushing_later.done()
+        run.confirm()
+        await flushing_later
+        await first.flushed()
 
     run_virtual(scenario())
 
@@ -118,12 +103,10 @@ def test_a_row_whose_end_is_recorded_is_not_run_again() -> None:
         batch, chunk = logged_batch(ListSink())
         run = JobRun()
         log = RowLog("group=0/rollout=0", sink=RowRecordSink(run, "group=0/rollout=0"))
-        async with asyncio.TaskGroup() as group:
-            ending = group.create_task(log.end([trajectory]))
-            await batch.keep((await run.next_update()).records)
-            fetching = group.create_task(run.next_update())
-            await ending
-            fetching.cancel()
+        ending = asyncio.create_task(log.end([trajectory]))
+        await batch.keep((await anext(run.updates())).records)
+        run.confirm()
+        await ending
         assert await batch.put_back(chunk, max_restarts=5, reason="killed before it sent the row") == 0
         assert batch.is_complete
         [kept] = batch.trajectories

@@ -54,8 +54,6 @@ class WorkerUpdate:
     """Packed trajectories that ended. The trajectories of one job are in the same update."""
     records: Sequence[tuple[str, bytes]]
     """Trajectory id and payload of each new journal record, in order."""
-    is_last: bool
-    """Whether the run has ended."""
 
 
 def pack_trajectories(trajectories: Sequence[Trajectory]) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Generator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
@@ -54,9 +54,34 @@ def enter_folder(folder: str) -> None:
 
 async def await_result(call: Awaitable[Any]) -> Any:
     """Await a call of an actor and return its result."""
+    with _as_raised():
+        return await call
+
+
+async def iterate_results(stream: Any) -> AsyncGenerator[Any]:
+    """Yield what an async generator of an actor yields. `stream` is what the call returned."""
+    with _as_raised():
+        async for result in stream:
+            yield await result
+
+
+async def cancel_stream(stream: Any) -> None:
+    """Cancel an async generator of an actor, and wait until Ray no longer runs it. A lost actor runs nothing.
+
+    Ray may leave the generator where it last yielded, without running what is left of it.
+    """
+    load_ray().cancel(stream, recursive=False)  # what it called may have to end in an orderly way
+    errors: Any = import_module("ray.exceptions")
+    with suppress(errors.RayError, ActorLost):
+        await stream.completed()
+
+
+@contextmanager
+def _as_raised() -> Generator[None]:
+    """Raise errors of an actor as its code raised them, and `ActorLost` if the actor is gone."""
     errors: Any = import_module("ray.exceptions")
     try:
-        return await call
+        yield
     except errors.RayTaskError as error:
         raise error.cause from None
     except (errors.RayActorError, errors.RaySystemError, errors.ObjectLostError) as error:

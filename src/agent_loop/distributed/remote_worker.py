@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 from uuid import uuid4
 
 from agent_loop.distributed.messages import unpack_trajectories
-from agent_loop.distributed.ray_module import ActorLost, await_result, load_ray
+from agent_loop.distributed.ray_module import (
+    ActorLost,
+    await_result,
+    cancel_stream,
+    iterate_results,
+    load_ray,
+)
 from agent_loop.distributed.worker_actor import WorkerSetup
 from agent_loop.rollout.jobs import Job
 from agent_loop.runtime.concurrency import run_shielded
@@ -43,26 +49,25 @@ class RemoteWorker:
 
         Resuming the generator confirms that both are stored. Closing the generator cancels the remaining jobs.
         """
-        client, run_id = self.client, uuid4().hex
+        run_id, is_over = uuid4().hex, False
         by_id = {job.job_id: job for job in jobs}
         bare = [replace(job, log=None) for job in jobs]
         records = {job.job_id: job.log.record for job in jobs if job.log is not None}
-        running = self._actor.run.remote(client, run_id, bare, records, weight_version)
-        is_over = False
+        running = self._actor.run.options(num_returns="streaming").remote(
+            run_id, bare, records, weight_version
+        )
         try:
-            while not is_over:
-                update = await await_result(self._actor.fetch_update.remote(client, run_id))
-                if update is None:
-                    raise ActorLost("its process was restarted")
-                is_over = update.is_last
-                yield update.records, unpack_trajectories(update.trajectories, jobs=by_id)
-            await await_result(running)
+            async with aclosing(iterate_results(running)) as updates:
+                async for update in updates:
+                    yield update.records, unpack_trajectories(update.trajectories, jobs=by_id)
+                    self._actor.confirm.remote(run_id)
+            is_over = True
         except ActorLost:
             is_over = True
             raise
         finally:
             if not is_over:
-                await run_shielded(partial(self._cancel_run, client, run_id), timeout_s=CANCEL_TIMEOUT_S)
+                await run_shielded(partial(self._end_run, running, run_id), timeout_s=CANCEL_TIMEOUT_S)
 
     def cancel(self, trajectory_id: str) -> None:
         self._actor.cancel.remote(trajectory_id)
@@ -82,6 +87,7 @@ class RemoteWorker:
         self.is_alive = False
         load_ray().kill(self._actor)
 
-    async def _cancel_run(self, client: str, run_id: str) -> None:
+    async def _end_run(self, running: Any, run_id: str) -> None:
+        await cancel_stream(running)
         with suppress(ActorLost):
-            await await_result(self._actor.cancel_run.remote(client, run_id))
+            await await_result(self._actor.end_run.remote(run_id))

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import math
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
 from agent_loop.config import Config
 from agent_loop.distributed.messages import ServerInfo, WorkerUpdate, pack_trajectories
-from agent_loop.distributed.ray_module import enter_folder
+from agent_loop.distributed.ray_module import ActorLost, enter_folder
 from agent_loop.distributed.remote_server import RemoteServer
 from agent_loop.recording.record import RowRecord
 from agent_loop.recording.row_log import RowLog
@@ -29,18 +29,14 @@ from agent_loop.rollout.components import (
 )
 from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.worker import AgentLoopWorker
-from agent_loop.runtime.concurrency import run_shielded, run_together, run_while
-from agent_loop.runtime.isolated_task import DeadlineExpired
-from agent_loop.runtime.user_code import run_bounded
-from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.runtime.concurrency import run_shielded, run_together
 from agent_loop.servers.pool import ServerPool
 from agent_loop.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
 UPDATE_INTERVAL_S = 0.02
-SEND_WITHIN_S = 0.5
-"""Seconds that records wait for another message to travel with. They are lost if the worker dies before."""
+"""Seconds between two messages, in which trajectories and records gather."""
 FLUSH_TIMEOUT_S = 10.0
 
 
@@ -57,64 +53,64 @@ class WorkerSetup:
     """Working directory of the driver."""
 
 
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one message to the driver contains."""
+
+    trajectories: list[Trajectory] = field(default_factory=list[Trajectory])
+    records: list[tuple[str, bytes]] = field(default_factory=list[tuple[str, bytes]])
+    is_stored: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the driver has stored the records."""
+
+
 class JobRun:
-    """Jobs of a batch that the worker runs: what the driver has to know, until it has fetched and stored it."""
+    """Jobs of a batch that the worker runs, and what it reports about them."""
 
     def __init__(self) -> None:
-        self.has_update = asyncio.Event()
-        self.is_cancelled = asyncio.Event()
-        self.is_over = asyncio.Event()
-        self._ended: list[Trajectory] = []
-        self._records: list[tuple[str, bytes]] = []
-        self._num_records = 0
-        self._num_sent = 0
-        self._num_stored = 0
-        self._is_stored = asyncio.Condition()
-        self._timer: asyncio.TimerHandle | None = None
-        self._updated_at = -math.inf
+        self._next = Report()
+        self._sent: deque[Report] = deque()
+        """Reports that the driver has not confirmed, oldest first."""
+        self._has_report = asyncio.Event()
+        self._is_over = asyncio.Event()
 
     def add(self, trajectory: Trajectory) -> None:
         """Add a trajectory that ended. The trajectories of one job are added without a pause."""
-        self._ended.append(trajectory)
-        self.has_update.set()
+        self._next.trajectories.append(trajectory)
+        self._has_report.set()
 
     def add_record(self, trajectory_id: str, payload: bytes) -> None:
-        """Add a journal record, which waits up to `SEND_WITHIN_S` for others to travel with."""
-        self._records.append((trajectory_id, payload))
-        self._num_records += 1
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(SEND_WITHIN_S, self.has_update.set)
+        """Add a journal record."""
+        self._next.records.append((trajectory_id, payload))
+        self._has_report.set()
+
+    def end(self) -> None:
+        """Report that all jobs have ended."""
+        self._is_over.set()
+        self._has_report.set()
 
     async def stored(self) -> None:
         """Wait until the driver has stored all records so far."""
-        num_records = self._num_records
-        if self._num_sent < num_records:
-            self.has_update.set()
-        async with self._is_stored:
-            await self._is_stored.wait_for(lambda: self._num_stored >= num_records)
+        reports = [self._next] if self._next.records else list(self._sent)
+        if reports:
+            await reports[-1].is_stored.wait()
 
-    async def next_update(self) -> WorkerUpdate:
-        """Wait for something to report, and return everything since the last update, which the driver has stored.
+    def confirm(self) -> None:
+        """Note that the driver has stored one more report."""
+        self._sent.popleft().is_stored.set()
 
-        Updates are at least `UPDATE_INTERVAL_S` apart, except the last one.
-        """
-        self._num_stored = self._num_sent
-        async with self._is_stored:
-            self._is_stored.notify_all()
-        await self.has_update.wait()
-        clock = asyncio.get_running_loop().time
-        if (wait_s := self._updated_at + UPDATE_INTERVAL_S - clock()) > 0:
-            with suppress(DeadlineExpired):
-                await run_bounded(self.is_over.wait, timeout_s=wait_s)
-        self._updated_at = clock()
-        self.has_update.clear()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        ended, self._ended = self._ended, []
-        records, self._records = self._records, []
-        self._num_sent += len(records)
-        return WorkerUpdate(pack_trajectories(ended), records, is_last=self.is_over.is_set())
+    async def updates(self) -> AsyncGenerator[WorkerUpdate]:
+        """Yield what the driver has to know until all jobs have ended."""
+        is_last = False
+        while not is_last:
+            await self._has_report.wait()
+            self._has_report.clear()
+            is_last = self._is_over.is_set()
+            report, self._next = self._next, Report()
+            self._sent.append(report)
+            yield WorkerUpdate(pack_trajectories(report.trajectories), report.records)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(UPDATE_INTERVAL_S):
+                    await self._is_over.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +139,7 @@ class WorkerActor:
         self._servers: Sequence[RemoteServer] = ()
         self._pool = ServerPool(())
         self._worker: AgentLoopWorker | None = None
-        self._manager: AsyncLLMServerManager | None = None
-        self._runs: dict[str, JobRun] = {}
+        self._runs: dict[str, tuple[JobRun, asyncio.Task[None]]] = {}
 
     async def start(self, setup: WorkerSetup) -> tuple[str, int]:
         """Load the components that the configuration names.
@@ -158,18 +153,18 @@ class WorkerActor:
             AgentLoopError: A component cannot be loaded.
         """
         for run_id in list(self._runs):
-            await self.cancel_run(self._client, run_id)
+            await self.end_run(run_id)
         await run_together(server.close() for server in self._servers)
         enter_folder(setup.folder)
         rollout = setup.config.rollout
         self._client = f"worker-{setup.index}/{uuid4().hex}"
         self._servers = self._remote_servers(setup)
         template = load_template(setup.config)
-        self._manager = make_server_manager(rollout, self._servers, vocab_size=template.vocab_size)
-        self._pool = self._manager.pool
+        manager = make_server_manager(rollout, self._servers, vocab_size=template.vocab_size)
+        self._pool = manager.pool
         context = load_context(
             rollout,
-            server_manager=self._manager,
+            server_manager=manager,
             template=template,
             settings=setup.config,
         )
@@ -180,57 +175,41 @@ class WorkerActor:
         return self._client, os.getpid()
 
     async def run(
-        self,
-        client: str,
-        run_id: str,
-        jobs: Sequence[Job],
-        records: Mapping[str, RowRecord],
-        weight_version: int,
-    ) -> None:
-        """Run jobs until they end. `fetch_update` returns their trajectories, and new records of jobs with records.
+        self, run_id: str, jobs: Sequence[Job], records: Mapping[str, RowRecord], weight_version: int
+    ) -> AsyncGenerator[WorkerUpdate]:
+        """Run jobs, and yield their trajectories, and new records of jobs with records, until all have ended.
 
-        Ray may start the two calls in any order. Both do nothing if the process was restarted since, and `client` is
-        not the worker's name any more.
+        The caller confirms each update with `confirm`, once it is stored.
         """
-        if client != self._client or self._worker is None or self._manager is None:
-            return
-        run = self._runs.setdefault(run_id, JobRun())
+        if self._worker is None:
+            raise ActorLost("its process was restarted")
+        run = JobRun()
         self._pool.weight_version = weight_version
-        jobs = [_with_log(job, records, run) for job in jobs]
+        running = asyncio.create_task(self._run_jobs([_with_log(job, records, run) for job in jobs], run))
+        self._runs[run_id] = run, running
         try:
-            async with self._manager.pool.watching():
-                running = self._worker.run(jobs, on_trajectory=run.add)
-                await run_while(running, condition=run.is_cancelled.wait())
+            async with aclosing(run.updates()) as updates:
+                async for update in updates:
+                    yield update
+            await running
         finally:
-            try:
-                await run_shielded(self._flush_servers, timeout_s=FLUSH_TIMEOUT_S)
-            except TimeoutError:
-                logger.warning(
-                    "a server did not confirm within %g s that it ended this run's sessions", FLUSH_TIMEOUT_S
-                )
-            finally:
-                run.is_over.set()
-                run.has_update.set()
+            await self.end_run(run_id)
 
-    async def fetch_update(self, client: str, run_id: str) -> WorkerUpdate | None:
-        """Wait for an update of a run, and return it. The call confirms that the driver stored the previous update.
+    async def end_run(self, run_id: str) -> None:
+        """Cancel a run, and wait until all of it has ended.
 
-        Returns None if the process was restarted, and `client` is not the worker's name any more.
+        The caller does so after it cancelled the call of `run`, which Ray may leave where it last yielded.
         """
-        if client != self._client:
-            return None
-        update = await self._runs.setdefault(run_id, JobRun()).next_update()
-        if update.is_last:
+        if run_id in self._runs:
+            _, running = self._runs[run_id]
+            running.cancel()
+            await asyncio.wait({running})
             self._runs.pop(run_id, None)
-        return update
 
-    async def cancel_run(self, client: str, run_id: str) -> None:
-        """Cancel a run, and wait until all of it has ended."""
-        if client == self._client:
-            run = self._runs.setdefault(run_id, JobRun())
-            run.is_cancelled.set()
-            await run.is_over.wait()
-            self._runs.pop(run_id, None)
+    async def confirm(self, run_id: str) -> None:
+        """Confirm that the oldest update of a run that was not confirmed is stored."""
+        if run_id in self._runs:
+            self._runs[run_id][0].confirm()
 
     async def cancel(self, trajectory_id: str) -> None:
         if self._worker is not None:
@@ -256,6 +235,21 @@ class WorkerActor:
             "runs": len(self._runs),
             "tasks": len(asyncio.all_tasks()) - 1,
         }
+
+    async def _run_jobs(self, jobs: Sequence[Job], run: JobRun) -> None:
+        assert self._worker is not None
+        try:
+            async with self._pool.watching():
+                await self._worker.run(jobs, on_trajectory=run.add)
+        finally:
+            try:
+                await run_shielded(self._flush_servers, timeout_s=FLUSH_TIMEOUT_S)
+            except TimeoutError:
+                logger.warning(
+                    "a server did not confirm within %g s that it ended this run's sessions", FLUSH_TIMEOUT_S
+                )
+            finally:
+                run.end()
 
     async def _flush_servers(self) -> None:
         """Wait until all servers have ended the sessions that ended here."""
