@@ -177,7 +177,7 @@ def open_checkpoint(path: Path, *, parts: Collection[str] | None = None) -> Chec
             path=path,
             step=int(state["step"]),
             config=dict(state["config"]),
-            rows={split: DataManifest(**form) for split, form in dict(state.get("rows", {})).items()},
+            rows={split: DataManifest.read(**form) for split, form in dict(state.get("rows", {})).items()},
         )
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise _damaged(path, f"{STATE_FILE} cannot be read ({type(error).__name__}: {error})") from error

@@ -79,6 +79,13 @@ class DataManifest:
     """Digest of all rows in order, independent of their division into files."""
 
     @classmethod
+    def read(cls, files: Mapping[str, str] | list[dict[str, str]], digest: str) -> DataManifest:
+        """Return the manifest of a checkpoint. Those of earlier versions list descriptions of the files."""
+        return cls(
+            {each["name"]: each["digest"] for each in files} if isinstance(files, list) else files, digest
+        )
+
+    @classmethod
     def of(cls, files: Sequence[RowFile]) -> DataManifest:
         """Return the manifest of files that were read."""
         by_file = [[digest(row) for row in file.rows] for file in files]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from agent_loop.config.validation import parse_value
 from agent_loop.config.values import Coefficient, NotNegative, Positive, Tokens
@@ -405,6 +405,9 @@ OVERLONG = (
 )
 
 
+ManagerName = Literal["naive", "batch", "dapo", "prime", "gdpo", "limited", "rate_limited", "remote"]
+
+
 @together("", " ".join(f"{s}.{name}" for s in REWARD_FUNCTIONS for name in ("path", "name", "reward_kwargs")))
 def reward_function(given: Given) -> Mapping[str, Any]:
     """Return the reward function."""
@@ -418,6 +421,14 @@ def reward_function(given: Given) -> Mapping[str, Any]:
             name = given.get(f"{section}.name") or "compute_score"
             return {"reward.function": path if ":" in path else f"{path}:{name}"}
     return {}
+
+
+@together("", "reward_model.reward_manager reward.reward_manager.name")
+def reward_manager(given: Given) -> Mapping[str, Any]:
+    """Return whether the reward function takes a batch."""
+    keys = ("reward.reward_manager.name", "reward_model.reward_manager")
+    name = given.get(*keys, kind=ManagerName)
+    return {} if name is None else {"reward.batch": name == "batch"}
 
 
 @together(
