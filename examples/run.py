@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import json
 import random
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +26,7 @@ import torch
 import transformers
 from rich.console import Console
 
-from agent_loop.config import Config, load_config
+from agent_loop.config import Config, SftConfig, load_config
 from agent_loop.environments.tasks import load_suite
 from agent_loop.errors import AgentLoopError
 from agent_loop.rollout.manager import AgentLoopManager
@@ -37,14 +39,24 @@ from agent_loop.training.checkpoint import latest_checkpoint
 from agent_loop.training.evaluation.scores import summarise
 from agent_loop.training.metrics import read_metrics
 from agent_loop.training.ppo_trainer import PPOTrainer
+from agent_loop.training.supervised.trainer import SupervisedTrainer
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Message, Row
 from examples.catalog import RECIPES, Recipe
-from examples.common.demonstrations import Task, TaskWithDemonstrations, TaskWithTools, demonstrations
+from examples.common.demonstrations import (
+    Task,
+    TaskWithDemonstrations,
+    TaskWithModel,
+    TaskWithTools,
+    demonstrations,
+)
 from examples.common.report import ReportInput, TargetResult, print_comparison, write_report
 from examples.common.warm_start import encode, warm_start
 
 TOKENIZER_CONVERSATIONS = 2000
+WARM_BATCH_SIZE = 8
+WARM_LEARNING_RATE = 2e-5
+"""Batch and learning rate of the supervised training of a pretrained model."""
 LOGGED_EVERY = 100
 """Number of warm-start steps between two log lines."""
 EXIT_NOT_PASSED = 1
@@ -106,21 +118,15 @@ async def run_example(
     conversations = conversations_of(task, recipe, rng=random.Random(seed))
     log(1, f"data: {len(val_rows)} held-out prompts, tools {[tool['function']['name'] for tool in tools]}")
 
-    # 2. A tokenizer and a model with random weights.
-    texts = tokenizer_texts(task, conversations, merges_observations=recipe.merges_observations)
-    tokenizer = train_tokenizer(texts, tools=tools)
-    model = make_model(tokenizer, seed=seed)
-    log(2, f"model: {model.num_parameters():,} parameters, vocabulary {len(tokenizer)}")
-
-    # 3. The warm start: the format, the tools, and a bad habit.
-    examples = encode(conversations, tokenizer=tokenizer, tools=tools)
-    num_warm_steps = recipe.warm_start_steps
-    losses = warm_start(model, examples=examples, pad_id=pad_id(tokenizer), num_steps=num_warm_steps)
-    for step, loss in enumerate(losses, start=1):
-        if step % LOGGED_EVERY == 0:
-            log(3, f"warm start: step {step}/{num_warm_steps}, loss {loss:.2f}")
-    model.save_pretrained(config.model.path)
-    tokenizer.save_pretrained(config.model.path)
+    # 2. and 3. A model, and its warm start: the format, the tools, and in tiny models a bad habit.
+    if isinstance(task, TaskWithModel):
+        is_interrupted = await _warm_pretrained(task, recipe, config, conversations, tools=tools, log=log)
+        if is_interrupted:
+            return EXIT_INTERRUPTED
+    else:
+        texts = tokenizer_texts(task, conversations, merges_observations=recipe.merges_observations)
+        _warm_tiny(recipe, config, conversations, texts, tools=tools, log=log)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(config.model.path)
 
     # 4. Success before training.
     before = await _evaluate(config, val_rows)
@@ -142,8 +148,7 @@ async def run_example(
     verdict = _judge(recipe, before=_success(config, before), after=_success(config, after))
     report = ReportInput(
         title=name,
-        subtitle=f"seed {seed}, {result.step} steps of GRPO, {model.num_parameters():,} parameters, "
-        f"{log.seconds:.0f} s",
+        subtitle=f"seed {seed}, {result.step} steps of GRPO, {log.seconds:.0f} s",
         verdict=verdict,
         before=before,
         after=after,
@@ -162,6 +167,65 @@ async def run_example(
     # 8. The verdict.
     log(8, f"{'passed' if verdict.is_passed else 'NOT passed'}: {verdict.sentence}")
     return 0 if verdict.is_passed else EXIT_NOT_PASSED
+
+
+def _warm_tiny(
+    recipe: Recipe,
+    config: Config,
+    conversations: Iterator[list[Message]],
+    texts: Iterator[list[Message]],
+    *,
+    tools: list[dict[str, Any]],
+    log: StepLog,
+) -> None:
+    """Write a tokenizer and a model with random weights, after a warm start."""
+    tokenizer = train_tokenizer(texts, tools=tools)
+    model = make_model(tokenizer, seed=config.trainer.seed)
+    log(2, f"model: {model.num_parameters():,} parameters, vocabulary {len(tokenizer)}")
+    examples = encode(conversations, tokenizer=tokenizer, tools=tools)
+    num_steps = recipe.warm_start_steps
+    losses = warm_start(model, examples=examples, pad_id=pad_id(tokenizer), num_steps=num_steps)
+    for step, loss in enumerate(losses, start=1):
+        if step % LOGGED_EVERY == 0:
+            log(3, f"warm start: step {step}/{num_steps}, loss {loss:.2f}")
+    model.save_pretrained(config.model.path)
+    tokenizer.save_pretrained(config.model.path)
+
+
+async def _warm_pretrained(
+    task: TaskWithModel,
+    recipe: Recipe,
+    config: Config,
+    conversations: Iterator[list[Message]],
+    *,
+    tools: list[dict[str, Any]],
+    log: StepLog,
+) -> bool:
+    """Write the task's pretrained model, after supervised training. Return whether Ctrl-C ended that."""
+    out = Path(config.model.path).parent
+    path = task.prepare_model(out.parent)
+    log(2, f"model: {path}")
+    chats = out / "demonstrations.jsonl"
+    chats.parent.mkdir(parents=True, exist_ok=True)
+    count = recipe.warm_start_steps * WARM_BATCH_SIZE
+    lines = [json.dumps({"messages": messages, "tools": tools}) for messages in islice(conversations, count)]
+    chats.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    supervised = config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"path": str(path)}),
+            "sft": SftConfig(files=[str(chats)], batch_size=WARM_BATCH_SIZE),
+            "actor": config.actor.model_copy(update={"lr": WARM_LEARNING_RATE}),
+            "trainer": config.trainer.model_copy(
+                update={"total_steps": recipe.warm_start_steps, "run_dir": str(out / "warm_start")}
+            ),
+        }
+    )
+    log(3, f"warm start: {count} demonstrations, {recipe.warm_start_steps} steps")
+    result = await SupervisedTrainer(supervised, overwrite=True).fit()
+    if not result.is_interrupted:
+        shutil.rmtree(config.model.path, ignore_errors=True)
+        shutil.copytree(latest_checkpoint(result.run_dir).model_path, config.model.path)
+    return result.is_interrupted
 
 
 def conversations_of(

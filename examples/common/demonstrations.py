@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from agent_loop.types import Message
@@ -34,6 +35,15 @@ class TaskWithTools(Protocol):
 
     def tool_schemas(self) -> list[dict[str, Any]]:
         """Return the tool schemas that the agent sends to the model."""
+        ...
+
+
+@runtime_checkable
+class TaskWithModel(Protocol):
+    """Interface of a `task.py` for a pretrained model."""
+
+    def prepare_model(self, folder: Path) -> Path:
+        """Return the folder of the model, which is made in `folder` if it is not there yet."""
         ...
 
 

