@@ -14,12 +14,10 @@ from torch import Tensor
 
 from agent_loop.errors import DataError
 from agent_loop.rollout.batch import RolloutBatch
-from agent_loop.training.prefix_tree.tree import LongArray, SortedRows
+from agent_loop.training.prefix_tree.tree import PASS_COST, LongArray, SortedRows
 from agent_loop.training.process_group import SINGLE_PROCESS, ProcessGroup
 from agent_loop.trajectory.attachments import Attachment
 
-PASS_COST = 512
-"""Cost of one more pass, in tokens. More padding than this costs more than the pass that it saves."""
 Layout: TypeAlias = Literal["tree", "padded", "alone"]
 """How the rows of a micro-batch are computed: as a prefix tree, padded to a common width, or one at a time."""
 

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 LongArray: TypeAlias = NDArray[np.int64]
 NO_TOKENS: LongArray = np.empty(0, dtype=np.int64)
+PASS_COST = 512
+"""Cost of one more pass, in tokens. More padding or repetition than this costs more than the pass that it saves."""
 
 
 @dataclass(slots=True, eq=False)
@@ -115,21 +117,40 @@ class SortedRows:
         items = sorted(tokens_of_rows.items(), key=lambda item: item[1].astype(">u4").tobytes())
         self.rows: tuple[int, ...] = tuple(row for row, _ in items)
         """Indices of the rows, in the order of their tokens."""
-        self._lengths = [len(tokens) for _, tokens in items]
-        shared = [0, *(common_prefix(left, right) for (_, left), (_, right) in pairwise(items))]
-        self._added = [length - common for length, common in zip(self._lengths, shared, strict=False)]
+        self._lengths_N: LongArray = np.array([len(tokens) for _, tokens in items], dtype=np.int64)
+        shared = [common_prefix(left, right) for (_, left), (_, right) in pairwise(items)]
+        self._added_N: LongArray = self._lengths_N - np.array([0, *shared][: len(items)], dtype=np.int64)
+        self._ends_N: LongArray = self._added_N.cumsum()
 
     @property
     def num_distinct(self) -> int:
         """Number of distinct tokens of all rows."""
-        return sum(self._added)
+        return int(self._added_N.sum())
 
     def divided(self, *, max_tokens: int) -> list[tuple[int, ...]]:
-        """Divide the rows into as few runs as possible of at most `max_tokens` distinct tokens, or of one longer row.
+        """Divide the rows into runs of at most `max_tokens` distinct tokens, or of one row that is longer.
 
-        A run repeats the tokens that its first row shares with the row before.
+        A run repeats the tokens that its first row shares with the row before. The cuts are those with the fewest
+        repeated tokens, where each run costs `PASS_COST` tokens.
         """
-        return self._runs(self._filled_starts(max_tokens))
+        num_rows, lowest = len(self.rows), 0
+        costs = np.zeros(num_rows + 1, dtype=np.int64)
+        last_starts = np.zeros(num_rows + 1, dtype=np.int64)
+        for end in range(1, num_rows + 1):  # of the last run, by dynamic programming
+            starts = np.arange(lowest, end)
+            sizes = self._num_tokens(starts, end)
+            # An earlier start never has fewer tokens, so that a start that is too early stays so.
+            num_too_early = min(int((sizes > max_tokens).sum()), len(starts) - 1)
+            lowest += num_too_early
+            totals = (costs[starts] + sizes)[num_too_early:]
+            last_starts[end] = lowest + int(totals.argmin())
+            costs[end] = totals.min() + PASS_COST
+        starts_found: list[int] = []
+        end = num_rows
+        while end:
+            end = int(last_starts[end])
+            starts_found.append(end)
+        return self._runs(starts_found[::-1])
 
     def shares(self, number: int) -> list[tuple[int, ...]]:
         """Divide the rows into at most `number` runs whose largest has as few distinct tokens as possible."""
@@ -143,13 +164,14 @@ class SortedRows:
     def _runs(self, starts: Sequence[int]) -> list[tuple[int, ...]]:
         return [self.rows[start:end] for start, end in pairwise((*starts, len(self.rows)))]
 
+    def _num_tokens(self, starts: LongArray, end: int) -> LongArray:
+        """Return the number of distinct tokens of the runs from each start to `end`, which is excluded."""
+        return self._lengths_N[starts] + self._ends_N[end - 1] - self._ends_N[starts]
+
     def _filled_starts(self, max_tokens: int) -> list[int]:
         """Return the starts of runs that are as long as possible, which are the fewest runs."""
         starts: list[int] = []
-        num_tokens = 0
-        for row, (length, added) in enumerate(zip(self._lengths, self._added, strict=True)):
-            num_tokens += added
-            if not starts or num_tokens > max_tokens:
+        for row in range(len(self.rows)):
+            if not starts or int(self._num_tokens(np.array([starts[-1]]), row + 1)[0]) > max_tokens:
                 starts.append(row)
-                num_tokens = length
         return starts
