@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from agent_loop.errors import ServerDied, ServerError
+from agent_loop.runtime.concurrency import run_together
 from agent_loop.servers.base import Ability
 from agent_loop.servers.vllm import VLLMServer
 from agent_loop.types import SamplingParams, TokenChunk, TokenOutput
 from tests.engines.common import (
     LOG_PROB_TOLERANCE,
+    MAX_ATTEMPTS,
     assert_adapters_are_merged,
     assert_matches_the_reference,
     changed_weights,
@@ -34,9 +36,10 @@ from tests.engines.constrained import (
 )
 from tests.engines.vllm_cases import VLLM, kill_engine, started
 
-LONG = SamplingParams(max_tokens=380, ignore_eos=True)
-"""Parameters of requests that outlast an abort or an update, even on a busy machine."""
-MAX_ATTEMPTS = 10
+RESPONSE_LENGTH = 8000
+LONG = SamplingParams(max_tokens=RESPONSE_LENGTH - 100, ignore_eos=True)
+"""Parameters of requests that outlast an abort, an update or a kill: they take longer than a test waits."""
+SHORT = SamplingParams(max_tokens=20, ignore_eos=True)
 DEATH_DEADLINE_S = 20.0
 
 
@@ -70,8 +73,10 @@ async def until_running(server: VLLMServer, count: int) -> None:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Generator[Engine]:
-    path = make_model_folder(tmp_path_factory.mktemp("models") / "tied", is_tied=True)
-    server = VLLM.server(path, rollout__response_length=384)
+    path = make_model_folder(
+        tmp_path_factory.mktemp("models") / "tied", is_tied=True, max_position_embeddings=2 * RESPONSE_LENGTH
+    )
+    server = VLLM.server(path, rollout__response_length=RESPONSE_LENGTH)
     assert isinstance(server, VLLMServer)
     began = time.monotonic()
     with started(server) as runner:
@@ -150,16 +155,20 @@ def test_requests_in_flight_continue_with_new_weights_and_each_token_has_its_ver
         all_prompts = prompts(6, seed=5)
         # Made before the requests, which would otherwise go on meanwhile.
         weights = changed_weights(engine.reference, seed=21)
+        names = [f"flight-{index}" for index in range(len(all_prompts))]
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(engine.server.generate(prompt, LONG, f"flight-{index}"))
-                for index, prompt in enumerate(all_prompts)
+                group.create_task(engine.server.generate(prompt, LONG, name))
+                for prompt, name in zip(all_prompts, names, strict=True)
             ]
             streamed = []
             async for chunk in engine.server.stream(all_prompts[0], LONG, "flight-stream"):
                 streamed.append(chunk)
                 if len(streamed) == 20:
                     await engine.publish_weights(weights)
+                    # As long as this one takes, the others have new tokens.
+                    await engine.server.generate(all_prompts[0], SHORT, "after")
+                    await run_together(engine.server.abort(name) for name in [*names, "flight-stream"])
         old, new = load_reference(engine.path), load_reference(engine.path)
         load_into(old, dict(engine.reference.named_parameters()))
         load_into(new, weights)
