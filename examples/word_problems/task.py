@@ -11,7 +11,7 @@ from typing import Any
 from agent_loop.tools.calculator import calculate
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import Message, ToolCall
-from examples.common.rows import tool_turns
+from examples.common.rows import draw_rows, tool_turns
 
 SYSTEM = "Solve the problem. Use the calculator, then say: The answer is NUMBER."
 ANSWER = "The answer is {}."
@@ -37,17 +37,16 @@ PATTERNS = (
      "How many dollars does {name} get?", "a*b+c*d"),
 )  # fmt: skip
 """Questions, and the expressions that answer them. Some name a number that does not matter."""
-HELD_OUT_MODULUS = 7
 
 
 def train_rows(seed: int = 0, count: int = 4096) -> list[dict[str, Any]]:
     """Return rows with numbers that are not held out."""
-    return _draw(seed=seed, count=count, held_out=False)
+    return draw_rows(_row, seed=seed, count=count, held_out=False)
 
 
 def val_rows(seed: int = 1, count: int = 128) -> list[dict[str, Any]]:
     """Return rows with held-out numbers, which no training row has."""
-    return _draw(seed=seed, count=count, held_out=True)
+    return draw_rows(_row, seed=seed, count=count, held_out=True)
 
 
 def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> float:
@@ -69,17 +68,6 @@ def prepare_model(folder: Path) -> Path:
     return make_model(folder / "gemma-3-270m")
 
 
-def _draw(*, seed: int, count: int, held_out: bool) -> list[dict[str, Any]]:
-    """Draw rows. A row is held out if the sum of its numbers is divisible by 7."""
-    rng = random.Random(seed)
-    rows: list[dict[str, Any]] = []
-    while len(rows) < count:
-        row = _row(rng)
-        if (row["sum"] % HELD_OUT_MODULUS == 0) == held_out:
-            rows.append(row)
-    return rows
-
-
 def _row(rng: random.Random) -> dict[str, Any]:
     question, formula = rng.choice(PATTERNS)
     numbers = {letter: rng.randrange(11, 100) for letter in "abcd"}
@@ -95,5 +83,5 @@ def _row(rng: random.Random) -> dict[str, Any]:
         "agent_name": "tool_agent",
         "expression": re.sub(r"([-+*])", r" \1 ", expression),
         "answer": int(calculate(expression)),
-        "sum": sum(numbers.values()),
+        **numbers,
     }

@@ -171,7 +171,7 @@ async def check_interaction(
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """What the model, and the trainer, get for a call or for a turn without one."""
+    """Outcome of a call, or of a turn without one, for the model and the trainer."""
 
     text: str
     reward: float | None = None

@@ -55,7 +55,7 @@ class WorkerSetup:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one message to the driver contains."""
+    """Contents of one message to the driver."""
 
     trajectories: list[Trajectory] = field(default_factory=list[Trajectory])
     records: list[tuple[str, bytes]] = field(default_factory=list[tuple[str, bytes]])

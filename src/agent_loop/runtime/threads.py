@@ -46,7 +46,6 @@ class OneThread(Executor):
     def __init__(self, name: str) -> None:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"agent-loop-{name}")
-        self._is_started = False
 
     async def run(self, function: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
         """Return the function's result. Cancelling the caller also cancels a function that has not started."""
@@ -62,8 +61,7 @@ class OneThread(Executor):
 
     def submit(self, fn: Callable[..., ResultT], /, *args: Any, **kwargs: Any) -> Future[ResultT]:
         future: Future[ResultT] = Future()
-        if not self._is_started:
-            self._is_started = True
+        if self._thread.ident is None:
             self._thread.start()
         self._tasks.put(lambda: _run_into(future, fn, *args, **kwargs))
         return future
@@ -71,7 +69,7 @@ class OneThread(Executor):
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
         """End the thread after the functions that were submitted before."""
         self._tasks.put(None)
-        if wait and self._is_started:
+        if wait and self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:

@@ -50,7 +50,7 @@ _UNKNOWN_PATH = ("Not Found", "Method Not Allowed")
 
 @dataclass(frozen=True, slots=True)
 class Completer:
-    """What completes one HTTP request: a pool of servers, or a session that records."""
+    """Pool of servers, or recording session, that completes one HTTP request."""
 
     template: ChatTemplate
     calls: CallRecord
@@ -64,7 +64,7 @@ class Completer:
     wishes: Wishes
     """Parameters that the client may send although they cannot be honoured."""
     incidents: list[Incident] = field(default_factory=list[Incident])
-    """What was lost in reading the request."""
+    """Incidents of reading the request."""
 
 
 def model_app(

@@ -67,7 +67,7 @@ class EngineClient(AsyncServerBase, ABC):
     """Seconds for the engine's process to end by itself."""
     _publisher: WeightPublisher | None = None
     _how_to_update = ""
-    """What a user can do if the server has no publisher."""
+    """Remedy in the error of a server that accepts no weights."""
 
     def __init__(self, name: str, http: HttpClient, *, process: EngineProcess | None = None) -> None:
         self.name = name
