@@ -146,6 +146,20 @@ def test_sampling_frequencies_follow_the_softmax() -> None:
     assert chi_square < 31.3, "the 0.999 quantile with 11 degrees of freedom"
 
 
+def test_a_token_of_a_large_vocabulary_is_where_the_cumulative_distribution_passes_the_number() -> None:
+    rng, num_rows = np.random.default_rng(5), 3000
+    logits = torch.from_numpy(rng.normal(size=(1, 2300)).astype(np.float32) * 3)
+    uniforms = np.append(rng.random(num_rows - 2), [0.0, np.nextafter(1, 0)])
+    rows = sample_rows(
+        logits.expand(num_rows, -1), params=[SamplingParams()] * num_rows, uniforms=uniforms.tolist()
+    )
+    token_ids = np.array([row.token_id for row in rows])
+    ends = logits[0].double().softmax(-1).cumsum(-1).numpy()
+    starts = np.append(0.0, ends[:-1])
+    assert (starts[token_ids] <= uniforms + 1e-6).all()
+    assert (uniforms <= ends[token_ids] + 1e-6).all()
+
+
 def test_top_k_and_top_p_keep_the_right_tokens_with_the_right_probabilities() -> None:
     rng, num_rows = np.random.default_rng(4), 8000
     probs = torch.tensor([0.05, 0.4, 0.02, 0.3, 0.2, 0.03])

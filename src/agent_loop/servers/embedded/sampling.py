@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from agent_loop.servers.base import Ability
 from agent_loop.types import IntArray, SamplingParams, TokenArrays, top_logprob_arrays
@@ -20,6 +21,11 @@ LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity among the likeliest tokens, because JSON has no infinity. vLLM has the same value."""
 BELOW_ONE = 1.0 - 2.0**-50
 """Factor that keeps a point below the end of the cumulative distribution in spite of rounding."""
+
+CHUNK_ELEMENTS = 2**20
+"""Maximum number of logits that a CPU samples from at once, so that all intermediate results stay in its cache."""
+BLOCK = 512
+"""Tokens of a block of the vocabulary, when a token is drawn."""
 
 _ALL_BITS = 2**64 - 1
 _STEP = 0x9E3779B97F4A7C15
@@ -74,6 +80,19 @@ def sample_rows(
     """
     if logits.is_cuda and torch.are_deterministic_algorithms_enabled():
         logits = logits.cpu()  # sums along a row have no deterministic kernel on a GPU
+    size = max(1, len(logits) if logits.is_cuda else CHUNK_ELEMENTS // logits.shape[-1])
+    return [
+        row
+        for start in range(0, len(logits), size)
+        for row in _sample_chunk(
+            logits[start : start + size], params[start : start + size], uniforms[start : start + size]
+        )
+    ]
+
+
+def _sample_chunk(
+    logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
+) -> list[SampledRow]:
     logits = logits.float()
     if any(p.temperature not in (0.0, 1.0) for p in params):
         logits = logits / _column([p.temperature or 1.0 for p in params], like=logits)
@@ -177,9 +196,16 @@ def _draw(logprobs: Tensor, *, params: Sequence[SamplingParams], uniforms: Seque
     if cut_rows:
         index = torch.tensor(cut_rows, device=probs.device)
         probs[index] = _cut(probs[index], params=[params[row] for row in cut_rows])
-    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
-    points = _column(uniforms, like=cumulative) * BELOW_ONE * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, points, right=True).clamp_(max=probs.shape[-1] - 1)
+    # Blocks, so that the cumulative sum is over few numbers: first which block, then which of its tokens.
+    missing = -probs.shape[-1] % BLOCK
+    blocks = (functional.pad(probs, (0, missing)) if missing else probs).unflatten(-1, (-1, BLOCK))
+    ends = blocks.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    points = _column(uniforms, like=ends) * BELOW_ONE * ends[:, -1:]
+    block = torch.searchsorted(ends, points, right=True).clamp_(max=ends.shape[-1] - 1)
+    inner = blocks.take_along_dim(block[..., None], dim=1).squeeze(1).cumsum(dim=-1, dtype=torch.float64)
+    rest = points - functional.pad(ends, (1, 0)).gather(1, block)
+    place = torch.searchsorted(inner, rest.minimum(inner[:, -1:] * BELOW_ONE), right=True)
+    return (block * BLOCK + place).clamp_(max=probs.shape[-1] - 1)
 
 
 def _cuts(params: SamplingParams) -> bool:
