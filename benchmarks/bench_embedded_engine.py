@@ -1,11 +1,13 @@
-"""Tokens per second of the embedded engine against two engines of `transformers`, on a small random model.
+"""Tokens per second of the embedded engine against two engines of `transformers`, and vLLM.
 
-    python benchmarks/bench_embedded_engine.py [--quick] [--json FILE] [--deterministic]
+    python benchmarks/bench_embedded_engine.py [--model FOLDER] [--vllm PYTHON] [--quick] [--json FILE]
 
 The peers are `generate` on one padded batch, and continuous batching. All sample at temperature 1 on their own copies
-of the model, with the same number of threads, in one process. Rounds alternate between the engines. The table shows
-medians of the speeds, and medians of the ratios within a round, which other load on the machine affects least. With
-`--deterministic`, the only peer is the embedded engine with `rollout.deterministic`.
+of a small random model, with the same number of threads, in one process. Rounds alternate between the engines. The
+table shows medians of the speeds, and medians of the ratios within a round, which other load on the machine affects
+least. `--model` measures a pretrained model in its own dtype instead. With it, `--vllm` adds vLLM, which runs in a
+process of the given interpreter. With `--deterministic`, the only peer is the embedded engine with
+`rollout.deterministic`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import json
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,10 +36,11 @@ from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.types import SamplingParams
 
 VOCAB_SIZE = 2048
-OURS, PADDED, CONTINUOUS = "embedded", "generate, padded", "continuous batching"
+OURS, PADDED, CONTINUOUS, VLLM = "embedded", "generate, padded", "continuous batching", "vLLM"
 DETERMINISTIC = "embedded, deterministic"
-TARGET_OF_PADDED = 0.7
-TARGET_OF_CONTINUOUS = 1.5
+TARGETS = {PADDED: (0.7, 1), CONTINUOUS: (1.5, 32)}
+TARGETS_OF_MODEL = {PADDED: (1.3, 32), CONTINUOUS: (1.5, 32), VLLM: (1.0, 8)}
+"""Least ratio of our speed to each peer's, and from how many requests on; on the random model and on another."""
 RESULT_TIMEOUT_S = 600.0
 
 
@@ -50,10 +55,10 @@ class Workload:
     def __str__(self) -> str:
         return f"{self.concurrency} x ({self.prompt_tokens} + {self.new_tokens})"
 
-    def prompts(self, *, seed: int) -> list[list[int]]:
+    def prompts(self, *, seed: int, vocab_size: int) -> list[list[int]]:
         # Each workload has its own seed, because a repeated prompt would be in the prefix cache.
         rng = np.random.default_rng([seed, self.concurrency, self.prompt_tokens])
-        return rng.integers(1, VOCAB_SIZE, (self.concurrency, self.prompt_tokens)).tolist()
+        return rng.integers(1, vocab_size, (self.concurrency, self.prompt_tokens)).tolist()
 
 
 WORKLOADS = (
@@ -63,6 +68,7 @@ WORKLOADS = (
     Workload(64, 64, 128),
     Workload(32, 900, 64),
 )
+WORKLOADS_OF_MODEL = (Workload(1, 64, 64), Workload(8, 64, 64), Workload(32, 64, 64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +173,23 @@ class ContinuousBatching:
                 raise RuntimeError(f"continuous batching failed: {result and result.error}")
 
 
+class Vllm:
+    """vLLM in an environment of its own: `vllm_peer.py`, which takes and answers lines of JSON."""
+
+    name = VLLM
+
+    def __init__(self, python: Path, model: Path, *, threads: int) -> None:
+        command = [str(python), str(Path(__file__).with_name("vllm_peer.py")), str(model), str(threads)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(self, workload: Workload, prompts: list[list[int]]) -> tuple[float, float]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps([prompts, workload.new_tokens]), file=self._process.stdin, flush=True)
+        wall_s, cpu_s = json.loads(self._process.stdout.readline())
+        return wall_s, cpu_s
+
+
 def clocked(work: Callable[[], object]) -> tuple[float, float]:
     wall, cpu = time.perf_counter(), time.process_time()
     work()
@@ -194,16 +217,16 @@ def make_model() -> Any:
 
 
 def measure(
-    engines: list[BenchmarkedEngine], workloads: tuple[Workload, ...], *, rounds: int
+    engines: list[BenchmarkedEngine], workloads: tuple[Workload, ...], *, rounds: int, vocab_size: int
 ) -> list[Sample]:
     """Run every engine once per round and workload, after one small warm-up run."""
     for engine in engines:
         warm_up = Workload(2, 16, 8)
-        engine.run(warm_up, warm_up.prompts(seed=0))
+        engine.run(warm_up, warm_up.prompts(seed=0, vocab_size=vocab_size))
     samples: list[Sample] = []
     for workload in workloads:
         for number in range(rounds):
-            prompts = workload.prompts(seed=number + 1)
+            prompts = workload.prompts(seed=number + 1, vocab_size=vocab_size)
             # Rotate the order, so that no engine always follows the same other engine.
             for engine in engines[number % len(engines) :] + engines[: number % len(engines)]:
                 wall_s, cpu_s = engine.run(workload, prompts)
@@ -243,13 +266,15 @@ def print_table(samples: list[Sample], engines: list[str], workloads: tuple[Work
     Console(width=140).print(table)
 
 
-def missed_targets(samples: list[Sample], workloads: tuple[Workload, ...]) -> list[str]:
+def missed_targets(
+    samples: list[Sample], workloads: tuple[Workload, ...], targets: dict[str, tuple[float, int]]
+) -> list[str]:
+    engines = {sample.engine for sample in samples}
     missed: list[str] = []
     for workload in workloads:
-        targets = {PADDED: TARGET_OF_PADDED}
-        if workload.concurrency >= 32:
-            targets[CONTINUOUS] = TARGET_OF_CONTINUOUS
-        for peer, target in targets.items():
+        for peer, (target, from_concurrency) in targets.items():
+            if peer not in engines or workload.concurrency < from_concurrency:
+                continue
             got = ratio(samples, workload, peer)
             if got < target:
                 missed.append(f"{workload}: {got:.2f} times {peer}, below {target}")
@@ -264,19 +289,36 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to this file")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--deterministic", action="store_true", help="compare with deterministic sampling")
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="measure this model")
+    parser.add_argument(
+        "--vllm", type=Path, metavar="PYTHON", help="interpreter that has vLLM; needs --model"
+    )
     options = parser.parse_args()
+    if options.vllm and not options.model:
+        parser.error("--vllm needs --model")
     torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()
-    workloads = (Workload(8, 64, 32), Workload(32, 64, 32)) if options.quick else WORKLOADS
-    model = make_model()
+    workloads = WORKLOADS_OF_MODEL if options.model else WORKLOADS
+    if options.quick:
+        workloads = (Workload(8, 64, 32), Workload(32, 64, 32))
+    model: Any = (
+        transformers.AutoModelForCausalLM.from_pretrained(options.model).eval()
+        if options.model
+        else make_model()
+    )
     engines: list[BenchmarkedEngine] = [Embedded(copy.deepcopy(model), threads=options.threads)]
     if options.deterministic:
         engines.append(Embedded(copy.deepcopy(model), threads=options.threads, deterministic=True))
     else:
         engines += [PaddedGenerate(copy.deepcopy(model)), ContinuousBatching(copy.deepcopy(model))]
-    samples = measure(engines, workloads, rounds=1 if options.quick else 3)
+    if options.vllm:
+        engines.append(Vllm(options.vllm, options.model, threads=options.threads))
+    samples = measure(
+        engines, workloads, rounds=1 if options.quick else 3, vocab_size=model.config.vocab_size
+    )
     print_table(samples, [engine.name for engine in engines], workloads)
-    missed = [] if options.deterministic else missed_targets(samples, workloads)
+    targets = TARGETS_OF_MODEL if options.model else TARGETS
+    missed = [] if options.deterministic else missed_targets(samples, workloads, targets)
     conclude(samples, missed=missed, json_file=options.json, is_quick=options.quick)
 
 

@@ -33,7 +33,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agent_loop.config import ActorConfig
 from agent_loop.rollout.batch import RolloutBatch, assemble
-from agent_loop.training import policy
+from agent_loop.training import forward
 from agent_loop.training.actor import Actor
 from agent_loop.training.forward import response_logprobs
 from agent_loop.training.micro_batches import micro_batches
@@ -137,8 +137,8 @@ def _measure(way: str, hidden_size: int, gradients: Path) -> Update:
     torch.set_num_threads(1)
     actor, batch = Actor(_model(hidden_size), config=ActorConfig(lr=1e-6)), _batch()
     if way == "full":
-        policy_module: Any = policy
-        policy_module.logit_scaling = lambda model: None
+        forward_module: Any = forward
+        forward_module.logit_scaling = lambda model: None
     gc.collect()
     before, start_s = resident_bytes("VmHWM"), time.process_time()
     actor.update(batch, advantages_BR=batch["reward"][:, None])
