@@ -4,8 +4,8 @@
 
 A batch has four groups of eight rows. A row has 215 tokens of prompt, which its group shares, a call of 37 tokens, 25
 tokens of the tool, and an answer of 10. Each way runs in a process of its own, in the dtype of the model's files: one
-update that is not measured, and one that is. Memory is the largest resident size above that of the loaded model; it
-includes master weights, gradients, and the optimiser's state.
+update that is not measured, and one that is. Memory is the largest resident size above that before the model was
+loaded; it includes weights, master weights, gradients, and the optimiser's state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from agent_loop.config import ActorConfig, ModelConfig
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training import forward
 from agent_loop.training.actor import Actor
-from agent_loop.training.adapters import add_adapters
+from agent_loop.training.policy import compute_dtype, load_policy
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
 from agent_loop.types import Origin, as_token_ids
 
@@ -79,13 +79,12 @@ def measure(way: str, model_path: Path, *, threads: int) -> Update:
     if way == PLAIN:
         forward_module: Any = forward
         forward_module.logit_scaling = lambda model: None
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(model_path)
-    batch = make_batch(model.config.vocab_size)
+    transformers.utils.logging.disable_progress_bar()
     before = resident_bytes("VmRSS")
-    if way == LORA:
-        add_adapters(model, config=ModelConfig(path=str(model_path), lora_rank=RANK), seed=0)
+    model_config = ModelConfig(path=str(model_path), lora_rank=RANK if way == LORA else 0)
     config = ActorConfig(lr=1e-6, share_prefixes=way in (TREES, LORA), max_tokens_per_micro_batch=2048)
-    actor = Actor(model, config=config)
+    actor = Actor(load_policy(model_config), config=config, dtype=compute_dtype(model_config))
+    batch = make_batch(actor.model.config.vocab_size)
     advantages_BR = batch["reward"][:, None]
     actor.update(batch, advantages_BR=advantages_BR)
     wall, cpu = time.perf_counter(), time.process_time()

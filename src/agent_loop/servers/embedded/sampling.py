@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from agent_loop.servers.base import Ability
 from agent_loop.types import IntArray, SamplingParams, TokenArrays, top_logprob_arrays
@@ -196,16 +195,19 @@ def _draw(logprobs: Tensor, *, params: Sequence[SamplingParams], uniforms: Seque
     if cut_rows:
         index = torch.tensor(cut_rows, device=probs.device)
         probs[index] = _cut(probs[index], params=[params[row] for row in cut_rows])
-    # Blocks, so that the cumulative sum is over few numbers: first which block, then which of its tokens.
+    # In blocks, so that no cumulative sum is long: first which block it is, then which of its tokens.
     missing = -probs.shape[-1] % BLOCK
-    blocks = (functional.pad(probs, (0, missing)) if missing else probs).unflatten(-1, (-1, BLOCK))
-    ends = blocks.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    if missing:
+        probs = torch.cat([probs, probs.new_zeros(len(probs), missing)], dim=-1)
+    blocks = probs.view(len(probs), -1, BLOCK)
+    masses = blocks.sum(dim=-1).double()
+    ends = masses.cumsum(dim=-1)
     points = _column(uniforms, like=ends) * BELOW_ONE * ends[:, -1:]
     block = torch.searchsorted(ends, points, right=True).clamp_(max=ends.shape[-1] - 1)
     inner = blocks.take_along_dim(block[..., None], dim=1).squeeze(1).cumsum(dim=-1, dtype=torch.float64)
-    rest = points - functional.pad(ends, (1, 0)).gather(1, block)
+    rest = (points - (ends - masses).gather(1, block)).clamp_(min=0)
     place = torch.searchsorted(inner, rest.minimum(inner[:, -1:] * BELOW_ONE), right=True)
-    return (block * BLOCK + place).clamp_(max=probs.shape[-1] - 1)
+    return (block * BLOCK + place).clamp_(max=logprobs.shape[-1] - 1)
 
 
 def _cuts(params: SamplingParams) -> bool:
