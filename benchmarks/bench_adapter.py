@@ -23,20 +23,18 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 import transformers
+from batches import to_batch
 from outcome import conclude
 from peft import PeftModel
 from rich.console import Console
 from rich.table import Table
 
 from agent_loop.config import ActorConfig, ModelConfig
-from agent_loop.rollout.batch import assemble
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.training.actor import Actor
 from agent_loop.training.checkpoint import Checkpoint, latest_checkpoint
 from agent_loop.training.export import evaluated_model, export_model
 from agent_loop.training.policy import compute_dtype, load_policy
-from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
-from agent_loop.types import Origin, as_token_ids
 
 NUM_TEXTS = 16
 MAX_TOKENS = 512
@@ -130,16 +128,8 @@ def of_trainer(checkpoint: Checkpoint, config: ModelConfig, texts: Sequence[Text
     """Return the log-probs of the trainer's model, which is laid out as it is trained."""
     model = load_policy(config, path=checkpoint.model_path)
     actor = Actor(model, config=ActorConfig(max_tokens_per_micro_batch=2048), dtype=compute_dtype(config))
-    trajectories: list[Trajectory] = []
-    for number, text in enumerate(texts):
-        logprobs = np.zeros(len(text.response_ids), np.float32)
-        segments = [
-            Segment(as_token_ids(text.prompt_ids), Origin.PROMPT),
-            Segment(as_token_ids(text.response_ids), Origin.MODEL, logprobs, 0),
-        ]
-        output = AgentLoopOutput(segments=segments)
-        trajectories.append(Trajectory(output, {}, group=0, rollout=number, reward=0.0, reward_extra={}))
-    rows = actor.logprobs(assemble(trajectories, pad_token_id=0)).numpy()
+    batch = to_batch([(text.prompt_ids, [(text.response_ids, True)]) for text in texts])
+    rows = actor.logprobs(batch).numpy()
     return [row[: len(text.response_ids)] for row, text in zip(rows, texts, strict=True)]
 
 

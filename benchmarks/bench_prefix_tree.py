@@ -18,23 +18,20 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from random import Random
 
-import numpy as np
 import torch
+from batches import Row, to_batch
 from resident_memory import resident_bytes
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from agent_loop.config import ActorConfig
-from agent_loop.rollout.batch import RolloutBatch, assemble
+from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training.actor import Actor
 from agent_loop.training.forward import as_tree
 from agent_loop.training.micro_batches import micro_batches, sorted_rows
-from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
-from agent_loop.types import Origin, as_token_ids
 
 VOCABULARY = 2000
 NUM_LAYERS = 2
@@ -46,8 +43,6 @@ CASES = ("group of 8", "10 forks each", "deep, compacted", "64 tiny rows")
 AIMS = (1.4, 1.4, 1.3, None)
 """Largest CPU time, relative to the plain computation, divided by the share: of tokens, or by arithmetic if deep."""
 MEMORY_SIZES = (4096, 8192, 16_384)
-Row = tuple[list[int], list[tuple[list[int], bool]]]
-"""Prompt, and runs of tokens with whether the model sampled them."""
 
 
 def main() -> None:
@@ -236,19 +231,6 @@ def compacted(random: Random) -> list[Row]:
 
 def tokens(random: Random, number: int) -> list[int]:
     return random.choices(range(VOCABULARY), k=number)
-
-
-def to_batch(rows: Sequence[Row]) -> RolloutBatch:
-    """Return rows as a batch."""
-    trajectories: list[Trajectory] = []
-    for number, (prompt, runs) in enumerate(rows):
-        segments = [Segment(as_token_ids(prompt), Origin.PROMPT)]
-        for ids, is_sampled in runs:
-            logprobs = np.full(len(ids), -7.6, np.float32)
-            sampled = Segment(as_token_ids(ids), Origin.MODEL, logprobs, 0)
-            segments.append(sampled if is_sampled else Segment(as_token_ids(ids), Origin.TOOL))
-        trajectories.append(Trajectory(AgentLoopOutput(segments=segments), {}, number, 0, 0.0, {}))
-    return assemble(trajectories, pad_token_id=0)
 
 
 if __name__ == "__main__":

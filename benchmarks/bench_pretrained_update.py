@@ -11,31 +11,28 @@ loaded; it includes weights, master weights, gradients, and the optimiser's stat
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
+from batches import to_batch
 from outcome import conclude
 from resident_memory import resident_bytes
 from rich.console import Console
 from rich.table import Table
+from training_rounds import run_in_new_process
 
 from agent_loop.config import ActorConfig, ModelConfig
-from agent_loop.rollout.batch import RolloutBatch, assemble
+from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import forward
 from agent_loop.training.actor import Actor
 from agent_loop.training.policy import compute_dtype, load_policy
-from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
-from agent_loop.types import Origin, as_token_ids
 
-NUM_GROUPS, GROUP_SIZE = 1, 8
+GROUP_SIZE = 8
 PROMPT_TOKENS, CALL_TOKENS, TOOL_TOKENS, ANSWER_TOKENS = 215, 37, 25, 10
 PLAIN, BLOCKS, TREES, LORA = "padded rows, all logits", "blocks of logits", "and prefix trees", "and LoRA"
 WAYS = (PLAIN, BLOCKS, TREES, LORA)
@@ -63,12 +60,8 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="folder of the model")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="file for the results")
-    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.way:
-        print(json.dumps(asdict(measure(options.way, options.model, threads=options.threads))))
-        return
-    updates = [_in_a_process(way, options.model, threads=options.threads) for way in WAYS]
+    updates = [run_in_new_process(measure, way, options.model, threads=options.threads) for way in WAYS]
     print_table(updates)
     conclude(updates, missed=(), json_file=options.json, is_quick=False)
 
@@ -85,7 +78,7 @@ def measure(way: str, model_path: Path, *, threads: int) -> Update:
     config = ActorConfig(lr=1e-6, share_prefixes=way in (TREES, LORA), max_tokens_per_micro_batch=2048)
     actor = Actor(load_policy(model_config), config=config, dtype=compute_dtype(model_config))
     batch = make_batch(actor.model.config.vocab_size)
-    advantages_BR = batch["reward"][:, None]
+    advantages_BR = torch.linspace(-1, 1, len(batch))[:, None]
     actor.update(batch, advantages_BR=advantages_BR)
     wall, cpu = time.perf_counter(), time.process_time()
     actor.update(batch, advantages_BR=advantages_BR)
@@ -100,36 +93,26 @@ def measure(way: str, model_path: Path, *, threads: int) -> Update:
 
 
 def make_batch(vocab_size: int) -> RolloutBatch:
-    """Return rows of random tokens. Half of each group have a reward of 0.5, and the others -0.5."""
-    rng = np.random.default_rng(0)
+    """Return a group of rows of random tokens."""
+    random = Random(0)
 
-    def tokens(count: int) -> Any:
-        return as_token_ids(rng.integers(1, vocab_size, count).tolist())
+    def tokens(number: int) -> list[int]:
+        return random.choices(range(1, vocab_size), k=number)
 
-    def sampled(count: int) -> Segment:
-        return Segment(tokens(count), Origin.MODEL, np.full(count, -1.0, np.float32), 0)
-
-    trajectories: list[Trajectory] = []
-    for group in range(NUM_GROUPS):
-        prompt = tokens(PROMPT_TOKENS)
-        for rollout in range(GROUP_SIZE):
-            segments = [
-                Segment(prompt, Origin.PROMPT),
-                sampled(CALL_TOKENS),
-                Segment(tokens(TOOL_TOKENS), Origin.TOOL),
-                sampled(ANSWER_TOKENS),
-            ]
-            output = AgentLoopOutput(segments=segments)
-            reward = rollout % 2 - 0.5
-            trajectories.append(
-                Trajectory(output, {}, group=group, rollout=rollout, reward=reward, reward_extra={})
+    prompt = tokens(PROMPT_TOKENS)
+    return to_batch(
+        [
+            (
+                prompt,
+                [(tokens(CALL_TOKENS), True), (tokens(TOOL_TOKENS), False), (tokens(ANSWER_TOKENS), True)],
             )
-    return assemble(trajectories, pad_token_id=0)
+            for _ in range(GROUP_SIZE)
+        ]
+    )
 
 
 def print_table(updates: list[Update]) -> None:
-    num_rows = NUM_GROUPS * GROUP_SIZE
-    table = Table(title=f"update of {num_rows} rows in groups of {GROUP_SIZE}")
+    table = Table(title=f"update of {GROUP_SIZE} rows that share a prompt")
     for column in ("way", "seconds", "to the first", "CPU, s", "tokens/s", "memory, MB", "to the first"):
         table.add_column(column, justify="left" if column == "way" else "right")
     first = updates[0]
@@ -144,12 +127,6 @@ def print_table(updates: list[Update]) -> None:
             f"{each.peak_mb / first.peak_mb:.2f}",
         )
     Console(width=110).print(table)
-
-
-def _in_a_process(way: str, model_path: Path, *, threads: int) -> Update:
-    command = [sys.executable, __file__, str(model_path), "--threads", str(threads), "--way", way]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return Update(**json.loads(done.stdout.splitlines()[-1]))
 
 
 if __name__ == "__main__":

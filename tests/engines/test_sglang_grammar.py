@@ -102,9 +102,8 @@ def test_a_weight_update_in_the_middle_keeps_the_position_in_the_schema(
         load_into(reference, weights)
         return [task.result() for task in tasks]
 
-    for version in range(
-        1, 1 + MAX_ATTEMPTS
-    ):  # a schema bounds the completions, which may end before the update
+    # A schema bounds the completions, which may end before the update.
+    for version in range(1, 1 + MAX_ATTEMPTS):
         outputs = runner.run(main(version))
         assert_are_letters(model_path, outputs)
         if any(len(output.chunks) == 2 for output in outputs):
