@@ -75,7 +75,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     transformers.utils.logging.disable_progress_bar()
-    texts, checkpoint = read_texts(options.run), latest_checkpoint(options.run)
+    checkpoint = latest_checkpoint(options.run)
+    texts = read_texts(options.run)
     config = ModelConfig.model_validate(checkpoint.config["model"])
     dtype = compute_dtype(config)
     with tempfile.TemporaryDirectory() as folder:
