@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import os
 import random
 import signal
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from agent_loop.testing import run_virtual
 from tests.harness import is_nightly
 from tests.viewer.browser import open_browser
 
@@ -49,6 +52,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             left_out |= set(of_test) - set(random.Random(name).sample(of_test, keep))
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run an `async def` test on an event loop, in virtual time if the test or its module is marked so."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+    run = run_virtual if pyfuncitem.get_closest_marker("virtual_time") else asyncio.run
+    run(test(**{name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}))
+    return True
 
 
 is_frozen = False

@@ -325,15 +325,12 @@ def test_the_built_in_interactions_follow_the_contract() -> None:
     assert failures(lake, interaction_kwargs={"seed": 1}, answers=ways) == []
 
 
-def test_a_simulated_user_follows_the_contract() -> None:
-    async def main() -> None:
-        async with endpoint(*["Go on."] * 200) as served:
-            settings = {"model": "any", "persona": "You are {role}.", "base_url": served.url, "opens": True}
-            report = await check_interaction(SimulatedUser(settings), interaction_kwargs={"role": "Ada"})
-            report.raise_if_failed()
-            assert report.named("skipped") == ["repeated turns behave as on_replay declares"]
-
-    asyncio.run(main())
+async def test_a_simulated_user_follows_the_contract() -> None:
+    async with endpoint(*["Go on."] * 200) as served:
+        settings = {"model": "any", "persona": "You are {role}.", "base_url": served.url, "opens": True}
+        report = await check_interaction(SimulatedUser(settings), interaction_kwargs={"role": "Ada"})
+        report.raise_if_failed()
+        assert report.named("skipped") == ["repeated turns behave as on_replay declares"]
 
 
 class Opener(Tutor):

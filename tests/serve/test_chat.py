@@ -18,6 +18,8 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.testing import run_virtual
 from tests.helpers import encoded, hermes_template, text_reply, tool_call_reply, user
 
+pytestmark = pytest.mark.virtual_time
+
 TEMPLATE = hermes_template()
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
@@ -31,63 +33,51 @@ def chunks_of(manager: AsyncLLMServerManager, **fields) -> AsyncGenerator[ReplyC
     return sample_chat(asked, template=TEMPLATE, sampler=manager)
 
 
-def test_a_server_and_a_pool_return_the_same_completion() -> None:
-    async def scenario() -> None:
-        server = ScriptedServer([tool_call_reply("add", a=1)])
-        for who in (server, AsyncLLMServerManager([server])):
-            reply = await chat_completion(request(tools=TOOLS), template=TEMPLATE, sampler=who)
-            assert ChatCompletion.model_validate(reply).choices[0].finish_reason == "tool_calls"
-            assert server.num_sessions == 0
-
-    run_virtual(scenario())
+async def test_a_server_and_a_pool_return_the_same_completion() -> None:
+    server = ScriptedServer([tool_call_reply("add", a=1)])
+    for who in (server, AsyncLLMServerManager([server])):
+        reply = await chat_completion(request(tools=TOOLS), template=TEMPLATE, sampler=who)
+        assert ChatCompletion.model_validate(reply).choices[0].finish_reason == "tool_calls"
+        assert server.num_sessions == 0
 
 
-def test_the_callers_session_stays_open_and_other_sessions_end() -> None:
-    async def scenario() -> None:
-        server = ScriptedServer(lambda _: text_reply("Yes."))
-        manager = AsyncLLMServerManager([server])
-        reply = await chat_completion(request(session_id="mine", n=3), template=TEMPLATE, sampler=manager)
-        assert [choice["message"]["content"] for choice in reply["choices"]] == ["Yes."] * 3
-        assert (server.num_sessions, manager.pool.balancer.num_sessions) == (1, 1)
-        manager.end_session("mine")
-        assert (server.num_sessions, manager.pool.balancer.num_sessions) == (0, 0)
-
-    run_virtual(scenario())
+async def test_the_callers_session_stays_open_and_other_sessions_end() -> None:
+    server = ScriptedServer(lambda _: text_reply("Yes."))
+    manager = AsyncLLMServerManager([server])
+    reply = await chat_completion(request(session_id="mine", n=3), template=TEMPLATE, sampler=manager)
+    assert [choice["message"]["content"] for choice in reply["choices"]] == ["Yes."] * 3
+    assert (server.num_sessions, manager.pool.balancer.num_sessions) == (1, 1)
+    manager.end_session("mine")
+    assert (server.num_sessions, manager.pool.balancer.num_sessions) == (0, 0)
 
 
-def test_one_of_several_that_fails_fails_the_request_and_frees_the_others() -> None:
-    async def scenario() -> None:
-        def script(_: object) -> ScriptedReply:
-            return (
-                ScriptedReply([5], error="broken")
-                if len(server.requests) == 2
-                else text_reply("a", latency_s=math.inf)
-            )
+async def test_one_of_several_that_fails_fails_the_request_and_frees_the_others() -> None:
+    def script(_: object) -> ScriptedReply:
+        return (
+            ScriptedReply([5], error="broken")
+            if len(server.requests) == 2
+            else text_reply("a", latency_s=math.inf)
+        )
 
-        server = ScriptedServer(script)
-        manager = AsyncLLMServerManager([server])
-        with pytest.raises(ServerError, match="broken"):
-            await chat_completion(request(n=3), template=TEMPLATE, sampler=manager)
-        assert (manager.pool.balancer.num_leases, server.num_running) == (0, 0)
-
-    run_virtual(scenario())
+    server = ScriptedServer(script)
+    manager = AsyncLLMServerManager([server])
+    with pytest.raises(ServerError, match="broken"):
+        await chat_completion(request(n=3), template=TEMPLATE, sampler=manager)
+    assert (manager.pool.balancer.num_leases, server.num_running) == (0, 0)
 
 
-def test_an_aborted_completion_is_an_error() -> None:
-    async def scenario() -> None:
-        server = ScriptedServer([text_reply("one two", latency_s=10)])
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(expect_abort(server))
-            await asyncio.sleep(1)
-            await server.abort("mine")
-        assert "aborted" in task.result()
-
+async def test_an_aborted_completion_is_an_error() -> None:
     async def expect_abort(server: ScriptedServer) -> str:
         with pytest.raises(ServerError) as caught:
             await chat_completion(request(session_id="mine"), template=TEMPLATE, sampler=server)
         return str(caught.value)
 
-    run_virtual(scenario())
+    server = ScriptedServer([text_reply("one two", latency_s=10)])
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(expect_abort(server))
+        await asyncio.sleep(1)
+        await server.abort("mine")
+    assert "aborted" in task.result()
 
 
 def test_a_special_token_that_stops_the_model_is_not_shown_and_others_are() -> None:

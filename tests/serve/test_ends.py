@@ -10,11 +10,12 @@ import openai
 import pytest
 
 from agent_loop.servers.scripted import ScriptedServer
-from agent_loop.testing import run_virtual
 from agent_loop.trajectory import IncidentKind
 from agent_loop.types import StopReason
 from tests.helpers import encoded, text_reply, tool_call_reply, user
 from tests.serve.harness import ADD, MODEL, ProgramHarness, client_of, echo, in_order, job, origins
+
+pytestmark = pytest.mark.virtual_time
 
 
 async def never_ends(create: Any) -> None:
@@ -110,24 +111,21 @@ def test_a_return_value_that_is_not_a_reward_is_a_failure() -> None:
     assert "the program returned 'good' (str)" in trajectory.output.failure.error
 
 
-def test_a_cancelled_trajectory_keeps_all_its_conversations() -> None:
+async def test_a_cancelled_trajectory_keeps_all_its_conversations() -> None:
     harness = ProgramHarness(in_order(text_reply("a"), text_reply("one two three four five", latency_s=100)))
 
     async def program(create: Any) -> None:
         await create(model=MODEL, messages=user("first"))
         await create(model=MODEL, messages=user("second"))
 
-    async def scenario() -> None:
-        loop = asyncio.get_running_loop()
-        loop.call_later(50, harness.worker.cancel, "group=0/rollout=0")
-        first, second = await harness.run(program)
-        assert [t.output.stop_reason for t in (first, second)] == [StopReason.CANCELLED] * 2
-        assert origins(second.output) == ["prompt", "model"]
-
-    run_virtual(scenario())
+    loop = asyncio.get_running_loop()
+    loop.call_later(50, harness.worker.cancel, "group=0/rollout=0")
+    first, second = await harness.run(program)
+    assert [t.output.stop_reason for t in (first, second)] == [StopReason.CANCELLED] * 2
+    assert origins(second.output) == ["prompt", "model"]
 
 
-def test_requests_in_flight_when_the_program_ends_are_aborted() -> None:
+async def test_requests_in_flight_when_the_program_ends_are_aborted() -> None:
     kept: list[asyncio.Future[Any]] = []
 
     async def program(create: Any) -> float:
@@ -135,18 +133,15 @@ def test_requests_in_flight_when_the_program_ends_are_aborted() -> None:
         await asyncio.sleep(1)
         return 1.0
 
-    async def scenario() -> None:
-        harness = ProgramHarness(in_order(text_reply("one two three", latency_s=math.inf)))
-        [trajectory] = await harness.worker.run([job(program)])
-        with pytest.raises(openai.APIStatusError):
-            await kept[0]
-        harness.assert_nothing_is_left()
-        assert trajectory.output.stop_reason is StopReason.CANCELLED
-
-    run_virtual(scenario())
+    harness = ProgramHarness(in_order(text_reply("one two three", latency_s=math.inf)))
+    [trajectory] = await harness.worker.run([job(program)])
+    with pytest.raises(openai.APIStatusError):
+        await kept[0]
+    harness.assert_nothing_is_left()
+    assert trajectory.output.stop_reason is StopReason.CANCELLED
 
 
-def test_a_program_whose_only_server_dies_fails_with_its_reason() -> None:
+async def test_a_program_whose_only_server_dies_fails_with_its_reason() -> None:
     server = ScriptedServer(in_order(text_reply("one two three", latency_s=10)), streams=True)
     harness = ProgramHarness([server])
 
@@ -154,13 +149,10 @@ def test_a_program_whose_only_server_dies_fails_with_its_reason() -> None:
         asyncio.get_running_loop().call_later(5, server.die)
         await create(model=MODEL, messages=user("?"))
 
-    async def scenario() -> None:
-        [trajectory] = await harness.worker.run([job(program)])
-        assert trajectory.output.stop_reason is StopReason.FAILED
-        assert "InternalServerError" in trajectory.output.failure.error
-        assert "the engine was killed" in trajectory.output.failure.error
-
-    run_virtual(scenario())
+    [trajectory] = await harness.worker.run([job(program)])
+    assert trajectory.output.stop_reason is StopReason.FAILED
+    assert "InternalServerError" in trajectory.output.failure.error
+    assert "the engine was killed" in trajectory.output.failure.error
 
 
 def test_the_number_of_conversations_is_limited() -> None:

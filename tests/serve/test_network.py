@@ -161,7 +161,7 @@ def context() -> LoopContext:
     )
 
 
-def test_a_session_requires_its_key_and_its_port_is_closed_with_it() -> None:
+async def test_a_session_requires_its_key_and_its_port_is_closed_with_it() -> None:
     def status(url: str, key: str) -> tuple[int, str]:
         body = json.dumps({"model": "m", "messages": user("?")}).encode()
         request = Request(f"{url}/chat/completions", data=body, headers={"content-type": "application/json"})
@@ -174,28 +174,22 @@ def test_a_session_requires_its_key_and_its_port_is_closed_with_it() -> None:
             error.close()
             return error.code, reply["error"]["code"]
 
-    async def scenario() -> None:
-        ask = asyncio.to_thread
-        async with Session(context()) as session, reachable(session) as endpoint:
-            assert await ask(status, endpoint.base_url, endpoint.api_key) == (200, "")
-            assert await ask(status, endpoint.base_url, "other") == (401, "invalid_api_key")
-            assert await ask(status, f"{endpoint.base_url}/x", endpoint.api_key) == (404, "not_found")
-        with pytest.raises(URLError):
-            await ask(urlopen, endpoint.base_url)
-
-    asyncio.run(scenario())
+    ask = asyncio.to_thread
+    async with Session(context()) as session, reachable(session) as endpoint:
+        assert await ask(status, endpoint.base_url, endpoint.api_key) == (200, "")
+        assert await ask(status, endpoint.base_url, "other") == (401, "invalid_api_key")
+        assert await ask(status, f"{endpoint.base_url}/x", endpoint.api_key) == (404, "not_found")
+    with pytest.raises(URLError):
+        await ask(urlopen, endpoint.base_url)
 
 
-def test_a_session_can_be_used_without_a_worker() -> None:
-    async def scenario() -> None:
-        session = Session(context())
-        async with session, reachable(session) as endpoint, openai_client(endpoint) as client:
-            reply = await client.chat.completions.create(model=MODEL, messages=user("?"))
-            assert reply.choices[0].message.content == "x"
-        [output] = session.outputs(reward=1.0)
-        assert (output.answer, output.reward_score) == ("x", 1.0)
-
-    asyncio.run(scenario())
+async def test_a_session_can_be_used_without_a_worker() -> None:
+    session = Session(context())
+    async with session, reachable(session) as endpoint, openai_client(endpoint) as client:
+        reply = await client.chat.completions.create(model=MODEL, messages=user("?"))
+        assert reply.choices[0].message.content == "x"
+    [output] = session.outputs(reward=1.0)
+    assert (output.answer, output.reward_score) == ("x", 1.0)
 
 
 def test_a_loop_without_a_program_is_refused() -> None:

@@ -12,10 +12,11 @@ import pytest
 from agent_loop.errors import ServerDied
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedServer
-from agent_loop.testing import run_virtual
 from agent_loop.types import IntArray
 from tests.helpers import small_tokenizer
 from tests.serve.applications import MODEL, SpellingServer, embedded, serve_app
+
+pytestmark = pytest.mark.virtual_time
 
 
 def half(token_ids: IntArray) -> list[float]:
@@ -63,17 +64,14 @@ def test_requests_that_cannot_be_answered_say_why() -> None:
             score(client, [1, 2])
 
 
-def test_texts_are_spread_over_the_servers_and_another_one_replaces_a_dead_one() -> None:
-    async def scenario() -> None:
-        first, second = (ScriptedServer([], name=name, scorer=half) for name in ("a", "b"))
-        plain = ScriptedServer([], name="c")
-        manager = AsyncLLMServerManager([plain, first, second])
-        first.die()
-        scores = await manager.score([1, 2, 3], start=2)
-        assert scores.logprobs.tolist() == [np.float32(math.log(0.5))]
-        assert [len(server.scored) for server in (plain, first, second)] == [0, 0, 1]
-        second.die()
-        with pytest.raises(ServerDied):
-            await manager.score([1, 2, 3])
-
-    run_virtual(scenario())
+async def test_texts_are_spread_over_the_servers_and_another_one_replaces_a_dead_one() -> None:
+    first, second = (ScriptedServer([], name=name, scorer=half) for name in ("a", "b"))
+    plain = ScriptedServer([], name="c")
+    manager = AsyncLLMServerManager([plain, first, second])
+    first.die()
+    scores = await manager.score([1, 2, 3], start=2)
+    assert scores.logprobs.tolist() == [np.float32(math.log(0.5))]
+    assert [len(server.scored) for server in (plain, first, second)] == [0, 0, 1]
+    second.die()
+    with pytest.raises(ServerDied):
+        await manager.score([1, 2, 3])

@@ -18,6 +18,8 @@ from agent_loop.testing import run_virtual
 from agent_loop.types import IntArray, SamplingParams, TokenOutput, as_token_ids
 from tests.servers.tiny_embedded import tiny_model
 
+pytestmark = pytest.mark.virtual_time
+
 PROMPT = as_token_ids([1, 2, 3])
 LAST = 40
 
@@ -55,44 +57,38 @@ class ScoresSlowly(RequiresIdle):
         return await super().score(token_ids, start=start, top_logprobs=top_logprobs)
 
 
-def test_a_weight_update_waits_for_running_scores_and_delays_new_ones() -> None:
-    async def scenario() -> None:
-        engine = ScoresSlowly(counts, scorer=lambda token_ids: [-1.0] * (len(token_ids) - 1))
-        server = AbortAndResumeServer(engine)
-        assert Ability.SCORE in server.abilities
-        clock = asyncio.get_running_loop().time
-        async with asyncio.TaskGroup() as group:
-            group.create_task(server.score(PROMPT))
-            await asyncio.sleep(1)
-            update = group.create_task(server.update_weights([], weight_version=1))
-            await asyncio.sleep(1)
-            later = group.create_task(server.score(PROMPT, start=2))
-        assert update.done()
-        assert later.result().logprobs.tolist() == [-1.0]
-        assert clock() == 6
-
-    run_virtual(scenario())
+async def test_a_weight_update_waits_for_running_scores_and_delays_new_ones() -> None:
+    engine = ScoresSlowly(counts, scorer=lambda token_ids: [-1.0] * (len(token_ids) - 1))
+    server = AbortAndResumeServer(engine)
+    assert Ability.SCORE in server.abilities
+    clock = asyncio.get_running_loop().time
+    async with asyncio.TaskGroup() as group:
+        group.create_task(server.score(PROMPT))
+        await asyncio.sleep(1)
+        update = group.create_task(server.update_weights([], weight_version=1))
+        await asyncio.sleep(1)
+        later = group.create_task(server.score(PROMPT, start=2))
+    assert update.done()
+    assert later.result().logprobs.tolist() == [-1.0]
+    assert clock() == 6
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_requests_resume_under_the_new_weights_from_their_tokens(streams: bool) -> None:
-    async def scenario() -> tuple[TokenOutput, TokenOutput]:
-        engine = RequiresIdle(counts, streams=streams)
-        server = AbortAndResumeServer(engine)
-        assert Ability.UPDATE_IN_FLIGHT in server.abilities
-        async with asyncio.TaskGroup() as group:
-            calls = [
-                group.create_task(server.generate(PROMPT, SamplingParams(max_tokens=limit), name))
-                for name, limit in (("whole", None), ("limited", 20))
-            ]
-            await asyncio.sleep(5.5)
-            await server.update_weights([], weight_version=1)
-            await asyncio.sleep(7.0)
-            await server.update_weights([], weight_version=2)
-        assert (await server.health()).num_running == 0
-        return calls[0].result(), calls[1].result()
-
-    whole, limited = run_virtual(scenario())
+async def test_requests_resume_under_the_new_weights_from_their_tokens(streams: bool) -> None:
+    engine = RequiresIdle(counts, streams=streams)
+    server = AbortAndResumeServer(engine)
+    assert Ability.UPDATE_IN_FLIGHT in server.abilities
+    async with asyncio.TaskGroup() as group:
+        calls = [
+            group.create_task(server.generate(PROMPT, SamplingParams(max_tokens=limit), name))
+            for name, limit in (("whole", None), ("limited", 20))
+        ]
+        await asyncio.sleep(5.5)
+        await server.update_weights([], weight_version=1)
+        await asyncio.sleep(7.0)
+        await server.update_weights([], weight_version=2)
+    assert (await server.health()).num_running == 0
+    whole, limited = calls[0].result(), calls[1].result()
 
     assert whole.token_ids == list(range(4, LAST + 1))
     assert whole.stop_reason == "stop"
@@ -126,21 +122,18 @@ def test_a_request_that_its_caller_aborts_is_not_resumed() -> None:
         assert output.stop_reason == "aborted"
 
 
-def test_requests_resume_after_a_failed_update() -> None:
-    async def scenario() -> TokenOutput:
-        class FailingUpdate(RequiresIdle):
-            async def update_weights(self, weights: object, *, weight_version: int) -> None:
-                raise ValueError("wrong shape")
+async def test_requests_resume_after_a_failed_update() -> None:
+    class FailingUpdate(RequiresIdle):
+        async def update_weights(self, weights: object, *, weight_version: int) -> None:
+            raise ValueError("wrong shape")
 
-        server = AbortAndResumeServer(FailingUpdate(counts))
-        async with asyncio.TaskGroup() as group:
-            call = group.create_task(server.generate(PROMPT, SamplingParams(), "one"))
-            await asyncio.sleep(5.5)
-            with pytest.raises(ValueError, match="wrong shape"):
-                await server.update_weights([], weight_version=1)
-        return call.result()
-
-    output = run_virtual(scenario())
+    server = AbortAndResumeServer(FailingUpdate(counts))
+    async with asyncio.TaskGroup() as group:
+        call = group.create_task(server.generate(PROMPT, SamplingParams(), "one"))
+        await asyncio.sleep(5.5)
+        with pytest.raises(ValueError, match="wrong shape"):
+            await server.update_weights([], weight_version=1)
+    output = call.result()
     assert output.token_ids == list(range(4, LAST + 1))
     assert output.weight_version == 0
 

@@ -67,25 +67,22 @@ def test_concurrent_requests_change_no_bit_of_a_completion(setup: tuple[Any, dic
 
 
 @pytest.mark.nightly(keep=1)
-def test_a_resumed_completion_equals_the_uninterrupted_one_to_the_last_bit(
+async def test_a_resumed_completion_equals_the_uninterrupted_one_to_the_last_bit(
     setup: tuple[Any, dict[str, Any]],
 ) -> None:
     model, settings = setup
 
-    async def main() -> None:
-        async with serving(model, **settings) as server:
-            for prompt, params in zip(PROMPTS, PARAMS, strict=True):
-                whole = await server.generate(prompt, params, "whole")
-                for kept in (1, 2, len(whole.token_ids) - 1):
-                    context = joined(prompt, whole.token_ids[:kept])
-                    rest = await server.generate(context, params.after(kept), f"rest after {kept}")
-                    assert whole.token_ids[kept:] == rest.token_ids
-                    assert (whole.log_probs or [])[kept:] == rest.log_probs
-
-    asyncio.run(main())
+    async with serving(model, **settings) as server:
+        for prompt, params in zip(PROMPTS, PARAMS, strict=True):
+            whole = await server.generate(prompt, params, "whole")
+            for kept in (1, 2, len(whole.token_ids) - 1):
+                context = joined(prompt, whole.token_ids[:kept])
+                rest = await server.generate(context, params.after(kept), f"rest after {kept}")
+                assert whole.token_ids[kept:] == rest.token_ids
+                assert (whole.log_probs or [])[kept:] == rest.log_probs
 
 
-def test_a_turn_does_not_depend_on_which_server_computed_the_turn_before(
+async def test_a_turn_does_not_depend_on_which_server_computed_the_turn_before(
     setup: tuple[Any, dict[str, Any]],
 ) -> None:
     model, settings = setup
@@ -96,10 +93,7 @@ def test_a_turn_does_not_depend_on_which_server_computed_the_turn_before(
             await server.generate(context[:20], SamplingParams(max_tokens=1, temperature=0), "s")
         return await server.generate(context, SamplingParams(max_tokens=20, seed=7), "s")
 
-    async def main() -> None:
-        async with serving(model, **settings) as first_server, serving(model, **settings) as second_server:
-            one = await second_turn(first_server, has_first=True)
-            other = await second_turn(second_server, has_first=False)
-            assert (one.token_ids, one.log_probs) == (other.token_ids, other.log_probs)
-
-    asyncio.run(main())
+    async with serving(model, **settings) as first_server, serving(model, **settings) as second_server:
+        one = await second_turn(first_server, has_first=True)
+        other = await second_turn(second_server, has_first=False)
+        assert (one.token_ids, one.log_probs) == (other.token_ids, other.log_probs)

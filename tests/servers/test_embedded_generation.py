@@ -57,7 +57,7 @@ def test_greedy_output_equals_that_of_transformers_at_every_concurrency(model: A
         assert asyncio.run(main(concurrency)) == expected, f"at concurrency {concurrency}"
 
 
-def test_logprobs_equal_those_of_a_full_forward_for_any_mix_of_requests(model: Any) -> None:
+async def test_logprobs_equal_those_of_a_full_forward_for_any_mix_of_requests(model: Any) -> None:
     rng = np.random.default_rng(7)
     choices = [
         SamplingParams(temperature=0.0),
@@ -81,24 +81,21 @@ def test_logprobs_equal_those_of_a_full_forward_for_any_mix_of_requests(model: A
         for i in range(60)
     ]
 
-    async def main() -> None:
-        async with serving(model, max_slots=12, prefill_chunk_tokens=48) as server:
-            outputs = await generate_all(server, prompts, params)
-            second = [
-                joined(p, o.token_ids, random_prompt(8, seed=i))
-                for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))
-            ]
-            again = await generate_all(server, second, params)
-            assert server.stats.reused_tokens > 0
-        for prompt, output, param in zip(
-            [*prompts, *second], [*outputs, *again], [*params, *params], strict=True
-        ):
-            assert output.log_probs == pytest.approx(
-                full_forward_logprobs(model, prompt, output.token_ids, temperature=param.temperature),
-                abs=1e-4,
-            )
-
-    asyncio.run(main())
+    async with serving(model, max_slots=12, prefill_chunk_tokens=48) as server:
+        outputs = await generate_all(server, prompts, params)
+        second = [
+            joined(p, o.token_ids, random_prompt(8, seed=i))
+            for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))
+        ]
+        again = await generate_all(server, second, params)
+        assert server.stats.reused_tokens > 0
+    for prompt, output, param in zip(
+        [*prompts, *second], [*outputs, *again], [*params, *params], strict=True
+    ):
+        assert output.log_probs == pytest.approx(
+            full_forward_logprobs(model, prompt, output.token_ids, temperature=param.temperature),
+            abs=1e-4,
+        )
 
 
 def test_draws_are_uniform_and_uncorrelated_between_positions_and_seeds() -> None:

@@ -87,92 +87,74 @@ def reference() -> Any:
 @pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("cache", ["shared", "per_request"])
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_completions_match_the_schema_and_have_the_log_probs_of_the_allowed_tokens(
+async def test_completions_match_the_schema_and_have_the_log_probs_of_the_allowed_tokens(
     folder: Path, cache: str, temperature: float
 ) -> None:
-    async def scenario() -> None:
-        server = server_of(folder, cache=cache)
-        assert {Ability.JSON_SCHEMA, Ability.PENALTIES, Ability.MIN_P} <= server.abilities
-        await assert_logprobs_are_of_the_allowed_tokens(server, reference(), folder, temperature=temperature)
-        await server.close()
-
-    asyncio.run(scenario())
+    server = server_of(folder, cache=cache)
+    assert {Ability.JSON_SCHEMA, Ability.PENALTIES, Ability.MIN_P} <= server.abilities
+    await assert_logprobs_are_of_the_allowed_tokens(server, reference(), folder, temperature=temperature)
+    await server.close()
 
 
-def test_a_completion_resumed_anywhere_is_the_uninterrupted_one(folder: Path) -> None:
-    async def scenario() -> None:
-        server = server_of(folder)
-        whole = await server.generate(PROMPT, params(4), "whole")
-        for cut in range(1, len(whole.token_ids)):
-            prompt = joined(PROMPT, whole.token_ids[:cut])
-            rest = await server.generate(prompt, params(4).after(cut), f"cut{cut}")
-            assert rest.token_ids == whole.token_ids[cut:]
-        with pytest.raises(SamplingParamsError, match="does not allow token 0 of the 1"):
-            await server.generate(joined(PROMPT, [5]), params(4).after(1), "other")
-        await server.close()
-
-    asyncio.run(scenario())
+async def test_a_completion_resumed_anywhere_is_the_uninterrupted_one(folder: Path) -> None:
+    server = server_of(folder)
+    whole = await server.generate(PROMPT, params(4), "whole")
+    for cut in range(1, len(whole.token_ids)):
+        prompt = joined(PROMPT, whole.token_ids[:cut])
+        rest = await server.generate(prompt, params(4).after(cut), f"cut{cut}")
+        assert rest.token_ids == whole.token_ids[cut:]
+    with pytest.raises(SamplingParamsError, match="does not allow token 0 of the 1"):
+        await server.generate(joined(PROMPT, [5]), params(4).after(1), "other")
+    await server.close()
 
 
-def test_stop_tokens_are_allowed_only_where_the_text_is_complete(folder: Path) -> None:
+async def test_stop_tokens_are_allowed_only_where_the_text_is_complete(folder: Path) -> None:
     [letter] = TOKENIZER.encode("e", add_special_tokens=False)
 
-    async def scenario() -> None:
-        server = server_of(folder)
-        stopped = params(0, json_schema='{"const": "hello"}', stop_token_ids=(letter,))
-        with_letter = await server.generate(PROMPT, stopped, "letter")
-        free = params(0, json_schema='{"const": "ho"}', ignore_eos=True)
-        without_stops = await server.generate(PROMPT, free, "free")
-        await server.close()
-        assert letter not in with_letter.token_ids[:-1]
-        assert with_letter.stop_reason == "stop"
-        assert without_stops.stop_reason == "stop"
-        assert TOKENIZER.decode(without_stops.token_ids) == '"ho"'
-
-    asyncio.run(scenario())
+    server = server_of(folder)
+    stopped = params(0, json_schema='{"const": "hello"}', stop_token_ids=(letter,))
+    with_letter = await server.generate(PROMPT, stopped, "letter")
+    free = params(0, json_schema='{"const": "ho"}', ignore_eos=True)
+    without_stops = await server.generate(PROMPT, free, "free")
+    await server.close()
+    assert letter not in with_letter.token_ids[:-1]
+    assert with_letter.stop_reason == "stop"
+    assert without_stops.stop_reason == "stop"
+    assert TOKENIZER.decode(without_stops.token_ids) == '"ho"'
 
 
 @pytest.mark.parametrize("schema", ['{"type": "nonsense"}', '{"type": "string", "pattern": "("}'])
-def test_an_invalid_schema_is_refused_and_the_engine_runs_on(folder: Path, schema: str) -> None:
-    async def scenario() -> None:
-        server = server_of(folder)
-        with pytest.raises(SamplingParamsError, match="fix the schema"):
-            await server.generate(PROMPT, params(json_schema=schema), "s")
-        assert (await server.generate(PROMPT, params(), "s")).stop_reason == "stop"
-        await server.close()
-
-    asyncio.run(scenario())
+async def test_an_invalid_schema_is_refused_and_the_engine_runs_on(folder: Path, schema: str) -> None:
+    server = server_of(folder)
+    with pytest.raises(SamplingParamsError, match="fix the schema"):
+        await server.generate(PROMPT, params(json_schema=schema), "s")
+    assert (await server.generate(PROMPT, params(), "s")).stop_reason == "stop"
+    await server.close()
 
 
-def test_without_the_package_the_ability_is_missing_and_the_error_says_how_to_install_it(
+async def test_without_the_package_the_ability_is_missing_and_the_error_says_how_to_install_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agent_loop.servers.embedded.grammar.find_spec", lambda name: None)
 
-    async def scenario() -> None:
-        server = server_of(folder)
-        assert Ability.JSON_SCHEMA not in server.abilities
-        with pytest.raises(SamplingParamsError, match=r'pip install "agent-loop\[grammar\]"'):
-            await server.generate(PROMPT, params(), "s")
-        await server.close()
-
-    asyncio.run(scenario())
+    server = server_of(folder)
+    assert Ability.JSON_SCHEMA not in server.abilities
+    with pytest.raises(SamplingParamsError, match=r'pip install "agent-loop\[grammar\]"'):
+        await server.generate(PROMPT, params(), "s")
+    await server.close()
 
 
-def test_a_model_without_a_tokenizer_does_not_claim_schemas(tmp_path: Path) -> None:
+async def test_a_model_without_a_tokenizer_does_not_claim_schemas(tmp_path: Path) -> None:
     tiny_model(vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
     without = GrammarCompiler(str(tmp_path), vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({END}))
     with pytest.raises(SamplingParamsError, match=r"set model\.tokenizer_path"):
         without.grammar(SCHEMA, stop_token_ids=frozenset({END}))
 
-    async def scenario() -> None:
-        server = server_of(tmp_path)
-        assert Ability.JSON_SCHEMA not in server.abilities
-        with pytest.raises(SamplingParamsError, match="needs the tokenizer of the model"):
-            await server.generate(PROMPT, params(), "s")
-        await server.close()
-
-    asyncio.run(scenario())
+    server = server_of(tmp_path)
+    assert Ability.JSON_SCHEMA not in server.abilities
+    with pytest.raises(SamplingParamsError, match="needs the tokenizer of the model"):
+        await server.generate(PROMPT, params(), "s")
+    await server.close()
 
 
 def test_a_tokenizer_like_those_of_qwen_allows_texts_in_many_tokens(tmp_path: Path) -> None:
@@ -192,21 +174,18 @@ def test_a_tokenizer_like_those_of_qwen_allows_texts_in_many_tokens(tmp_path: Pa
     assert np.flatnonzero(grammar.allowed(1024)).tolist() == [end]
 
 
-def test_penalties_change_the_logits_and_a_resumed_completion_counts_its_tokens(folder: Path) -> None:
+async def test_penalties_change_the_logits_and_a_resumed_completion_counts_its_tokens(folder: Path) -> None:
     given = SamplingParams(
         seed=3, max_tokens=24, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=0.9
     )
 
-    async def scenario() -> None:
-        server = server_of(folder)
-        await assert_penalties_give_log_probs_of_the_penalised_logits(server, reference())
-        output, plain = await complete_all(server, [given, SamplingParams(seed=3, max_tokens=24)])
-        rest = await server.generate(joined(PROMPT, output.token_ids[:10]), given.after(10), "rest")
-        await server.close()
-        assert rest.token_ids == output.token_ids[10:]
-        assert plain.token_ids != output.token_ids
-
-    asyncio.run(scenario())
+    server = server_of(folder)
+    await assert_penalties_give_log_probs_of_the_penalised_logits(server, reference())
+    output, plain = await complete_all(server, [given, SamplingParams(seed=3, max_tokens=24)])
+    rest = await server.generate(joined(PROMPT, output.token_ids[:10]), given.after(10), "rest")
+    await server.close()
+    assert rest.token_ids == output.token_ids[10:]
+    assert plain.token_ids != output.token_ids
 
 
 def test_min_p_keeps_the_candidates_near_the_likeliest_and_the_log_probs_of_all() -> None:
@@ -221,12 +200,9 @@ def test_min_p_keeps_the_candidates_near_the_likeliest_and_the_log_probs_of_all(
 
 
 @pytest.mark.nightly
-def test_a_server_with_a_tokenizer_passes_the_check_of_schemas(folder: Path) -> None:
-    async def scenario() -> None:
-        server = server_of(folder, max_model_len=256)
-        report = await check_server(server, max_model_len=256, reference=Reference.load(folder))
-        report.raise_if_failed()
-        name = "a completion under a schema ends where the text is complete"
-        assert name in report.named("passed")
-
-    asyncio.run(scenario())
+async def test_a_server_with_a_tokenizer_passes_the_check_of_schemas(folder: Path) -> None:
+    server = server_of(folder, max_model_len=256)
+    report = await check_server(server, max_model_len=256, reference=Reference.load(folder))
+    report.raise_if_failed()
+    name = "a completion under a schema ends where the text is complete"
+    assert name in report.named("passed")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -77,24 +76,21 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("name", SLOWER)
-def test_a_model_that_the_shared_cache_does_not_support_is_exact_with_a_cache_per_request(
+async def test_a_model_that_the_shared_cache_does_not_support_is_exact_with_a_cache_per_request(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_config, reason = SLOWER[name]
 
-    async def main() -> None:
-        model = build(make_config())
-        async with serving(model) as server:
-            assert server.cache_kind == "per_request"
-            prompt, params = random_prompt(20), SamplingParams(max_tokens=40, seed=1)
-            first = await server.generate(prompt, params, "a")
-            second_prompt = joined(prompt, first.token_ids, random_prompt(5, seed=1))
-            second = await server.generate(second_prompt, params, "a")
-        for context, output in ((prompt, first), (second_prompt, second)):
-            expected = full_forward_logprobs(model, context, output.token_ids)
-            assert output.log_probs == pytest.approx(expected, abs=1e-4)
-
-    asyncio.run(main())
+    model = build(make_config())
+    async with serving(model) as server:
+        assert server.cache_kind == "per_request"
+        prompt, params = random_prompt(20), SamplingParams(max_tokens=40, seed=1)
+        first = await server.generate(prompt, params, "a")
+        second_prompt = joined(prompt, first.token_ids, random_prompt(5, seed=1))
+        second = await server.generate(second_prompt, params, "a")
+    for context, output in ((prompt, first), (second_prompt, second)):
+        expected = full_forward_logprobs(model, context, output.token_ids)
+        assert output.log_probs == pytest.approx(expected, abs=1e-4)
     [message] = [record.message for record in caplog.records if record.name.startswith("agent_loop.")]
     assert re.search(rf"runs one request at a time .*{reason}", message)
 
@@ -106,19 +102,16 @@ def test_a_model_that_a_trainer_could_not_reproduce_is_rejected(name: str) -> No
         EmbeddedServer(build(make_config()), config=EmbeddedConfig(max_model_len=256))
 
 
-def test_the_kind_of_cache_can_be_configured() -> None:
-    async def main() -> None:
-        prompt, params = random_prompt(30), SamplingParams(max_tokens=12, seed=3)
-        outputs: list[TokenOutput] = []
-        for cache in ("shared", "per_request", "none"):
-            async with serving(tiny_model(), cache=cache) as server:
-                assert server.cache_kind == cache
-                outputs.append(await server.generate(prompt, params, "a"))
-        for output in outputs[1:]:
-            assert output.token_ids == outputs[0].token_ids
-            assert output.log_probs == pytest.approx(outputs[0].log_probs, abs=1e-4)
-
-    asyncio.run(main())
+async def test_the_kind_of_cache_can_be_configured() -> None:
+    prompt, params = random_prompt(30), SamplingParams(max_tokens=12, seed=3)
+    outputs: list[TokenOutput] = []
+    for cache in ("shared", "per_request", "none"):
+        async with serving(tiny_model(), cache=cache) as server:
+            assert server.cache_kind == cache
+            outputs.append(await server.generate(prompt, params, "a"))
+    for output in outputs[1:]:
+        assert output.token_ids == outputs[0].token_ids
+        assert output.log_probs == pytest.approx(outputs[0].log_probs, abs=1e-4)
     with pytest.raises(
         ConfigError, match=r"not supported by .*sliding window of 32 tokens.*use another server"
     ):
@@ -135,51 +128,44 @@ class OwnModel(Qwen3ForCausalLM):
         return super().forward(*args, **kwargs)
 
 
-def test_a_model_outside_of_the_table_is_computed_without_a_cache(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        model = OwnModel(tiny_model().config).eval()
-        async with serving(model, max_model_len=64) as server:
-            assert server.cache_kind == "none"
-            prompt = random_prompt(9)
-            output = await server.generate(prompt, SamplingParams(max_tokens=4, seed=1), "a")
-        expected = full_forward_logprobs(model, prompt, output.token_ids)
-        assert output.log_probs == pytest.approx(expected, abs=1e-4)
-
-    asyncio.run(main())
+async def test_a_model_outside_of_the_table_is_computed_without_a_cache(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = OwnModel(tiny_model().config).eval()
+    async with serving(model, max_model_len=64) as server:
+        assert server.cache_kind == "none"
+        prompt = random_prompt(9)
+        output = await server.generate(prompt, SamplingParams(max_tokens=4, seed=1), "a")
+    expected = full_forward_logprobs(model, prompt, output.token_ids)
+    assert output.log_probs == pytest.approx(expected, abs=1e-4)
     assert "the type qwen3 is not proved for a shared cache" in caplog.text
 
 
-def test_a_turn_resumes_the_cache_of_its_session() -> None:
-    async def main() -> None:
-        async with serving(tiny_model(), cache="per_request") as server:
-            prompt = random_prompt(30)
-            first = await server.generate(prompt, GREEDY, "a")
-            assert first.num_cached_tokens == 0
-            longer = joined(prompt, first.token_ids, [5, 6])
-            assert (await server.generate(longer, GREEDY, "b")).num_cached_tokens == 0
-            # The last sampled token has never been computed.
-            assert (await server.generate(longer, GREEDY, "a")).num_cached_tokens == len(longer) - 3
-            server.end_session("a")
-            assert (await server.generate(longer, GREEDY, "a")).num_cached_tokens == 0
-
-    asyncio.run(main())
+async def test_a_turn_resumes_the_cache_of_its_session() -> None:
+    async with serving(tiny_model(), cache="per_request") as server:
+        prompt = random_prompt(30)
+        first = await server.generate(prompt, GREEDY, "a")
+        assert first.num_cached_tokens == 0
+        longer = joined(prompt, first.token_ids, [5, 6])
+        assert (await server.generate(longer, GREEDY, "b")).num_cached_tokens == 0
+        # The last sampled token has never been computed.
+        assert (await server.generate(longer, GREEDY, "a")).num_cached_tokens == len(longer) - 3
+        server.end_session("a")
+        assert (await server.generate(longer, GREEDY, "a")).num_cached_tokens == 0
 
 
-def test_a_model_belongs_to_one_server_at_a_time() -> None:
-    async def main() -> None:
-        model = tiny_model()
-        server = EmbeddedServer(model, config=EmbeddedConfig(max_model_len=256))
-        with pytest.raises(ConfigError, match="already belongs to an embedded server"):
-            EmbeddedServer(model, config=EmbeddedConfig(max_model_len=256))
-        with pytest.raises(ConfigError, match="give the server its own copy"):
-            model(input_ids=torch.zeros((1, 3), dtype=torch.long))
-        await server.close()
-        await EmbeddedServer(model, config=EmbeddedConfig(max_model_len=256)).close()
-
-    asyncio.run(main())
+async def test_a_model_belongs_to_one_server_at_a_time() -> None:
+    model = tiny_model()
+    server = EmbeddedServer(model, config=EmbeddedConfig(max_model_len=256))
+    with pytest.raises(ConfigError, match="already belongs to an embedded server"):
+        EmbeddedServer(model, config=EmbeddedConfig(max_model_len=256))
+    with pytest.raises(ConfigError, match="give the server its own copy"):
+        model(input_ids=torch.zeros((1, 3), dtype=torch.long))
+    await server.close()
+    await EmbeddedServer(model, config=EmbeddedConfig(max_model_len=256)).close()
 
 
-def test_a_server_is_created_from_a_server_spec(tmp_path: Path) -> None:
+async def test_a_server_is_created_from_a_server_spec(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path / "model")
     model = ModelConfig(path=str(tmp_path / "model"), device="cpu")
 
@@ -188,13 +174,10 @@ def test_a_server_is_created_from_a_server_spec(tmp_path: Path) -> None:
             ServerSpec("embedded-3", model=model, max_model_len=64, seed=3, engine_kwargs=engine_kwargs)
         )
 
-    async def main() -> None:
-        server = create(max_slots=2)
-        output = await server.generate(random_prompt(50), SamplingParams(), "a")
-        assert len(output.token_ids) == 64 - 50
-        await server.close()
-
-    asyncio.run(main())
+    server = create(max_slots=2)
+    output = await server.generate(random_prompt(50), SamplingParams(), "a")
+    assert len(output.token_ids) == 64 - 50
+    await server.close()
     with pytest.raises(ConfigError, match=r"'rollout\.engine_kwargs\.max_slotz'; did you mean 'max_slots'"):
         create(max_slotz=2)
 
@@ -211,17 +194,14 @@ def test_a_deterministic_rollout_has_deterministic_engines() -> None:
         embedded_config(spec)
 
 
-def test_bfloat16_logprobs_are_close_to_float32() -> None:
-    async def main() -> None:
-        model = tiny_model(initializer_range=0.05)
-        params = SamplingParams(temperature=0, max_tokens=1)
-        async with serving(model, dtype="bfloat16") as short, serving(model) as full:
-            assert short.cache_bytes == full.cache_bytes // 2
-            a = await short.generate(random_prompt(30), params, "a")
-            b = await full.generate(random_prompt(30), params, "a")
-        assert a.log_probs == pytest.approx(b.log_probs, abs=0.1)
-
-    asyncio.run(main())
+async def test_bfloat16_logprobs_are_close_to_float32() -> None:
+    model = tiny_model(initializer_range=0.05)
+    params = SamplingParams(temperature=0, max_tokens=1)
+    async with serving(model, dtype="bfloat16") as short, serving(model) as full:
+        assert short.cache_bytes == full.cache_bytes // 2
+        a = await short.generate(random_prompt(30), params, "a")
+        b = await full.generate(random_prompt(30), params, "a")
+    assert a.log_probs == pytest.approx(b.log_probs, abs=0.1)
 
 
 @pytest.mark.parametrize(

@@ -35,21 +35,18 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_process_scores_texts_as_the_engine_does(model_path: Path) -> None:
-    async def main() -> None:
-        text = random_prompt(30)
-        reference = EmbeddedServer.from_pretrained(model_path, config=EmbeddedConfig(max_model_len=LENGTH))
-        async with running(model_path) as server:
-            assert Ability.SCORE in server.abilities
-            scores = await server.score(text, start=10, top_logprobs=2)
-            expected = await reference.score(text, start=10, top_logprobs=2)
-            np.testing.assert_array_equal(scores.logprobs, expected.logprobs)
-            np.testing.assert_array_equal(np.asarray(scores.top_ids), np.asarray(expected.top_ids))
-            with pytest.raises(BadPrompt, match="the text to score has 257 tokens"):
-                await server.score(random_prompt(LENGTH + 1))
-        await reference.close()
-
-    asyncio.run(main())
+async def test_the_process_scores_texts_as_the_engine_does(model_path: Path) -> None:
+    text = random_prompt(30)
+    reference = EmbeddedServer.from_pretrained(model_path, config=EmbeddedConfig(max_model_len=LENGTH))
+    async with running(model_path) as server:
+        assert Ability.SCORE in server.abilities
+        scores = await server.score(text, start=10, top_logprobs=2)
+        expected = await reference.score(text, start=10, top_logprobs=2)
+        np.testing.assert_array_equal(scores.logprobs, expected.logprobs)
+        np.testing.assert_array_equal(np.asarray(scores.top_ids), np.asarray(expected.top_ids))
+        with pytest.raises(BadPrompt, match="the text to score has 257 tokens"):
+            await server.score(random_prompt(LENGTH + 1))
+    await reference.close()
 
 
 def spec_of(model_path: Path, **changes: object) -> ServerSpec:
@@ -79,25 +76,19 @@ def pid_of(server: EmbeddedProcess) -> int:
 
 
 @pytest.mark.slow
-def test_the_server_passes_all_checks_of_the_server_interface(model_path: Path) -> None:
-    async def main() -> None:
-        server = EmbeddedProcess(spec_of(model_path))
-        await server.start()
-        report = await check_server(server, max_model_len=LENGTH, reference=Reference.load(model_path))
-        report.raise_if_failed()
-        assert report.named("skipped") == ["a completion under a schema ends where the text is complete"]
-
-    asyncio.run(main())
+async def test_the_server_passes_all_checks_of_the_server_interface(model_path: Path) -> None:
+    server = EmbeddedProcess(spec_of(model_path))
+    await server.start()
+    report = await check_server(server, max_model_len=LENGTH, reference=Reference.load(model_path))
+    report.raise_if_failed()
+    assert report.named("skipped") == ["a completion under a schema ends where the text is complete"]
 
 
 @pytest.mark.slow
-def test_requests_complete_fail_are_cancelled_and_fail_when_the_engine_dies(model_path: Path) -> None:
-    async def main() -> None:
-        async with running(model_path, max_slots=1) as server:
-            await check_refusal_and_cancellation(server)
-            await check_loss(server)
-
-    asyncio.run(main())
+async def test_requests_complete_fail_are_cancelled_and_fail_when_the_engine_dies(model_path: Path) -> None:
+    async with running(model_path, max_slots=1) as server:
+        await check_refusal_and_cancellation(server)
+        await check_loss(server)
 
 
 async def check_refusal_and_cancellation(server: EmbeddedProcess) -> None:
@@ -158,7 +149,7 @@ def test_a_failed_start_raises_the_reason_and_leaves_no_process(model_path: Path
 
 
 @pytest.mark.slow
-def test_the_engine_ends_with_the_process_that_started_it(model_path: Path) -> None:
+async def test_the_engine_ends_with_the_process_that_started_it(model_path: Path) -> None:
     program = f"""
         import asyncio, time
         from agent_loop.config import ModelConfig
@@ -173,7 +164,7 @@ def test_the_engine_ends_with_the_process_that_started_it(model_path: Path) -> N
 
         asyncio.run(main())
     """
-    parent = subprocess.Popen(
+    parent = subprocess.Popen(  # noqa: ASYNC220  (it starts at once)
         [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True
     )
     assert parent.stdout is not None
@@ -181,12 +172,9 @@ def test_the_engine_ends_with_the_process_that_started_it(model_path: Path) -> N
     parent.kill()
     parent.communicate()
 
-    async def wait_for_end() -> None:
-        async with asyncio.timeout(60):
-            while _is_running(engine):  # noqa: ASYNC110  (another process ends)
-                await asyncio.sleep(0.05)
-
-    asyncio.run(wait_for_end())
+    async with asyncio.timeout(60):
+        while _is_running(engine):  # noqa: ASYNC110  (another process ends)
+            await asyncio.sleep(0.05)
 
 
 def _is_running(pid: int) -> bool:

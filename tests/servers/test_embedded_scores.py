@@ -103,20 +103,17 @@ def test_the_whole_vocabulary_gives_the_full_distribution(model: Any) -> None:
     np.testing.assert_array_equal(of_tokens, scores.logprobs)
 
 
-def test_a_completion_samples_tokens_between_the_chunks_of_a_long_text(model: Any) -> None:
-    async def main() -> None:
-        async with serving(model, prefill_chunk_tokens=1) as server, asyncio.TaskGroup() as group:
-            running = group.create_task(server.generate(random_prompt(9), LONG, "a"))
-            await wait_until_decoded(server, 1)
-            scoring = group.create_task(server.score(random_prompt(256)))
-            await wait_until(server, lambda: server.stats.scored_tokens >= 1)
-            before, scored = server.stats.decoded_tokens, server.stats.scored_tokens
-            await wait_until_decoded(server, before + 50)
-            assert not scoring.done()
-            assert server.stats.scored_tokens - scored <= 60, "one chunk for each sampled token"
-            assert (await running).stop_reason == "length"
-
-    asyncio.run(main())
+async def test_a_completion_samples_tokens_between_the_chunks_of_a_long_text(model: Any) -> None:
+    async with serving(model, prefill_chunk_tokens=1) as server, asyncio.TaskGroup() as group:
+        running = group.create_task(server.generate(random_prompt(9), LONG, "a"))
+        await wait_until_decoded(server, 1)
+        scoring = group.create_task(server.score(random_prompt(256)))
+        await wait_until(server, lambda: server.stats.scored_tokens >= 1)
+        before, scored = server.stats.decoded_tokens, server.stats.scored_tokens
+        await wait_until_decoded(server, before + 50)
+        assert not scoring.done()
+        assert server.stats.scored_tokens - scored <= 60, "one chunk for each sampled token"
+        assert (await running).stop_reason == "length"
 
 
 def test_scores_do_not_change_completions_or_take_the_cache_of_sessions(model: Any) -> None:
@@ -149,34 +146,28 @@ def test_a_score_that_runs_during_a_weight_update_is_computed_with_the_new_weigh
     )
 
 
-def test_a_sleeping_or_closed_server_and_broken_weights_are_errors(model: Any) -> None:
-    async def main() -> None:
-        async with serving(model) as server:
-            await server.sleep()
-            with pytest.raises(ServerError, match="asleep"):
-                await server.score(random_prompt(5))
-            await server.wake_up()
-            broken = {name: torch.full_like(value, torch.nan) for name, value in weights_of(model).items()}
-            await server.update_weights(broken.items(), weight_version=1)
-            with pytest.raises(ServerError, match="logits are NaN"):
-                await server.score(random_prompt(5))
-            await server.close()
-            with pytest.raises(ServerError, match="closed"):
-                await server.score(random_prompt(5))
-
-    asyncio.run(main())
+async def test_a_sleeping_or_closed_server_and_broken_weights_are_errors(model: Any) -> None:
+    async with serving(model) as server:
+        await server.sleep()
+        with pytest.raises(ServerError, match="asleep"):
+            await server.score(random_prompt(5))
+        await server.wake_up()
+        broken = {name: torch.full_like(value, torch.nan) for name, value in weights_of(model).items()}
+        await server.update_weights(broken.items(), weight_version=1)
+        with pytest.raises(ServerError, match="logits are NaN"):
+            await server.score(random_prompt(5))
+        await server.close()
+        with pytest.raises(ServerError, match="closed"):
+            await server.score(random_prompt(5))
 
 
-def test_cancelling_a_score_frees_the_engine(model: Any) -> None:
-    async def main() -> None:
-        async with serving(model, prefill_chunk_tokens=1) as server:
-            task = asyncio.create_task(server.score(random_prompt(256)))
-            await wait_until(server, lambda: server.stats.scored_tokens >= 3)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert len((await server.score(random_prompt(5))).logprobs) == 4
-            assert server.stats.scored_tokens < 200
-            assert (await server.health()).num_waiting == 0
-
-    asyncio.run(main())
+async def test_cancelling_a_score_frees_the_engine(model: Any) -> None:
+    async with serving(model, prefill_chunk_tokens=1) as server:
+        task = asyncio.create_task(server.score(random_prompt(256)))
+        await wait_until(server, lambda: server.stats.scored_tokens >= 3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len((await server.score(random_prompt(5))).logprobs) == 4
+        assert server.stats.scored_tokens < 200
+        assert (await server.health()).num_waiting == 0

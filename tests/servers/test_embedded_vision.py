@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +32,6 @@ from tests.tiny_vision import (
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 TOLERANCE = 1e-4
-
-
-def on_event_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @wraps(test)
-    def run(**kwargs: Any) -> None:
-        asyncio.run(test(**kwargs))
-
-    return run
 
 
 def prompt(*images: Any, text: str = "what is it?") -> Encoded:
@@ -74,7 +65,6 @@ async def complete(server: EmbeddedServer, encoded: Encoded, session: str, **cha
     return await server.generate(encoded.token_ids, params, session, attachments=encoded.attachments)
 
 
-@on_event_loop
 async def test_logprobs_equal_those_of_a_full_forward_for_images_and_text_in_one_batch() -> None:
     model = vision_model()
     prompts = [prompt(picture(0)), prompt(), prompt(picture(1, width=64), picture(0)), prompt(text="hello")]
@@ -91,7 +81,6 @@ async def test_logprobs_equal_those_of_a_full_forward_for_images_and_text_in_one
 
 
 @pytest.mark.parametrize("kind", sorted(VISION_MODELS))
-@on_event_loop
 async def test_every_vision_model_agrees_with_its_own_forward(kind: str) -> None:
     model = vision_model(kind, seed=1)
     encoded = template_of(kind).open_encoded(image_message("what is it?", picture(0, width=64, height=40)))
@@ -101,7 +90,6 @@ async def test_every_vision_model_agrees_with_its_own_forward(kind: str) -> None
     assert len(set(output.token_ids)) > 1
 
 
-@on_event_loop
 async def test_a_second_turn_with_another_image_computes_only_its_new_tokens() -> None:
     model, template = vision_model(), vision_template()
     first = prompt(picture(0))
@@ -121,7 +109,6 @@ async def test_a_second_turn_with_another_image_computes_only_its_new_tokens() -
         assert output.log_probs == pytest.approx(expected, abs=TOLERANCE)
 
 
-@on_event_loop
 async def test_two_images_with_the_same_placeholders_share_no_prefix_beyond_them() -> None:
     model = vision_model()
     text = "a long question, so that there is something to share behind it"
@@ -136,7 +123,6 @@ async def test_two_images_with_the_same_placeholders_share_no_prefix_beyond_them
         assert other.log_probs == pytest.approx(model_logprobs(model, second, other.token_ids), abs=TOLERANCE)
 
 
-@on_event_loop
 async def test_equal_images_share_their_prefix_across_sessions() -> None:
     model = vision_model()
     encoded, again = prompt(picture(0)), prompt(picture(0))
@@ -147,7 +133,6 @@ async def test_equal_images_share_their_prefix_across_sessions() -> None:
         assert other.token_ids == one.token_ids
 
 
-@on_event_loop
 async def test_more_features_than_placeholders_fail_only_their_own_request() -> None:
     encoded, larger = prompt(picture(0)), prompt(picture(0, width=64))
     features = larger.attachments[0].features
@@ -171,7 +156,6 @@ async def test_more_features_than_placeholders_fail_only_their_own_request() -> 
         ({"kind": "video"}, "a video of 12 tokens has placeholders"),
     ],
 )
-@on_event_loop
 async def test_an_attachment_that_does_not_match_its_tokens_is_rejected(
     changes: dict[str, Any], message: str
 ) -> None:
@@ -182,14 +166,12 @@ async def test_an_attachment_that_does_not_match_its_tokens_is_rejected(
             await complete(server, wrong, "a")
 
 
-@on_event_loop
 async def test_a_text_model_rejects_images() -> None:
     async with serving(tiny_model(vocab_size=600)) as server:
         with pytest.raises(ServerError, match="1 attachments, but this model takes none"):
             await complete(server, prompt(picture(0)), "a")
 
 
-@on_event_loop
 async def test_a_sampled_placeholder_token_is_treated_as_text() -> None:
     model = vision_model()
     encoded = prompt(picture(0))
@@ -207,7 +189,6 @@ async def test_a_sampled_placeholder_token_is_treated_as_text() -> None:
     assert output.log_probs == pytest.approx(expected, abs=TOLERANCE)
 
 
-@on_event_loop
 async def test_a_saved_model_is_loaded_with_its_vision_tower(tmp_path: Path) -> None:
     model = vision_model()
     model.save_pretrained(tmp_path)
@@ -230,7 +211,6 @@ def mixed(kind: str) -> Encoded:
 
 @pytest.mark.parametrize("kind", sorted(VIDEO_MODELS))
 @pytest.mark.parametrize("chunk_tokens", [512, 7])
-@on_event_loop
 async def test_logprobs_after_videos_equal_those_of_the_model(kind: str, chunk_tokens: int) -> None:
     model = vision_model(kind, seed=1)
     template = template_of(kind)
@@ -251,7 +231,6 @@ async def test_logprobs_after_videos_equal_those_of_the_model(kind: str, chunk_t
             assert output.log_probs == pytest.approx(expected, abs=TOLERANCE)
 
 
-@on_event_loop
 async def test_equal_frames_at_different_rates_share_no_prefix() -> None:
     # Keys and values depend on the positions in time, which differ.
     model, template = vision_model("qwen2_5_vl"), template_of("qwen2_5_vl")
@@ -265,7 +244,6 @@ async def test_equal_frames_at_different_rates_share_no_prefix() -> None:
         assert output.log_probs == pytest.approx(model_logprobs(model, fast, output.token_ids), abs=TOLERANCE)
 
 
-@on_event_loop
 async def test_an_image_model_rejects_a_video() -> None:
     encoded = idefics_template().open_encoded(image_message("a", picture()))
     wrong = Encoded(encoded.token_ids, (replace(encoded.attachments[0], kind="video"),))
@@ -274,7 +252,6 @@ async def test_an_image_model_rejects_a_video() -> None:
             await complete(server, wrong, "a")
 
 
-@on_event_loop
 async def test_positions_continue_after_a_video_that_ends_the_prompt() -> None:
     model, template = vision_model(), vision_template()
     whole = template.open_encoded(video_message("a", video_frames(1, num_frames=18, width=16)))

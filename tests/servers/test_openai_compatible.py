@@ -127,7 +127,7 @@ def test_a_rejected_prompt_a_dead_server_and_a_weight_update_raise_different_err
         asyncio.run(server.update_weights([], weight_version=1))
 
 
-def test_schemas_and_penalties_are_sent_to_a_server_that_offers_them_and_refused_for_others() -> None:
+async def test_schemas_and_penalties_are_sent_to_a_server_that_offers_them_and_refused_for_others() -> None:
     bodies: list[dict[str, Any]] = []
 
     async def constrained(request: web.Request) -> web.StreamResponse:
@@ -142,22 +142,19 @@ def test_schemas_and_penalties_are_sent_to_a_server_that_offers_them_and_refused
     schema = {"type": "object", "required": ["a"]}
     params = SamplingParams(json_schema=json.dumps(schema), presence_penalty=0.5, min_p=0.1)
 
-    async def main() -> None:
-        async with engine(constrained) as client:
-            options = OpenAIOptions(offers=("json_schema", "penalties", "min_p"))
-            server = OpenAIServer(client.url, options=options)
-            await server.start()
-            assert (await server.generate(as_token_ids([1]), params, "r")).token_ids == [4]
-            with pytest.raises(SamplingParamsError, match="begin with the request"):
-                await server.generate(as_token_ids([1, 2]), structs.replace(params, num_sampled=1), "r")
-            await server.close()
-            plain = OpenAIServer(client.url)
-            await plain.start()
-            with pytest.raises(SamplingParamsError, match="json_schema is"):
-                await plain.generate(as_token_ids([1]), params, "r")
-            await plain.close()
-
-    asyncio.run(main())
+    async with engine(constrained) as client:
+        options = OpenAIOptions(offers=("json_schema", "penalties", "min_p"))
+        server = OpenAIServer(client.url, options=options)
+        await server.start()
+        assert (await server.generate(as_token_ids([1]), params, "r")).token_ids == [4]
+        with pytest.raises(SamplingParamsError, match="begin with the request"):
+            await server.generate(as_token_ids([1, 2]), structs.replace(params, num_sampled=1), "r")
+        await server.close()
+        plain = OpenAIServer(client.url)
+        await plain.start()
+        with pytest.raises(SamplingParamsError, match="json_schema is"):
+            await plain.generate(as_token_ids([1]), params, "r")
+        await plain.close()
     body = next(body for body in bodies if body.get("stream"))
     assert body["response_format"]["type"] == "json_schema"
     assert body["response_format"]["json_schema"]["schema"] == schema

@@ -60,39 +60,33 @@ async def publish(
         return handle, {name: tensor.clone() for name, tensor in receiver.receive(handle)}
 
 
-def test_an_update_with_adapters_is_checked_against_the_model_and_the_adapters_are_sent_alone(
+async def test_an_update_with_adapters_is_checked_against_the_model_and_the_adapters_are_sent_alone(
     folder: Path, base: dict[str, Tensor]
 ) -> None:
-    async def main() -> None:
-        publisher, receiver = publisher_of(folder), WeightReceiver()
-        for seed in range(2):
-            weights = adapted_of(base, seed=seed)
-            handle, received = await publish(publisher, weights, receiver=receiver)
-            assert handle.base is not None
-            assert flat(received.items()) == flat(weights)
-        publisher.close()
-        assert not blocks()
-
-    asyncio.run(main())
+    publisher, receiver = publisher_of(folder), WeightReceiver()
+    for seed in range(2):
+        weights = adapted_of(base, seed=seed)
+        handle, received = await publish(publisher, weights, receiver=receiver)
+        assert handle.base is not None
+        assert flat(received.items()) == flat(weights)
+    publisher.close()
+    assert not blocks()
 
 
-def test_names_that_the_model_lacks_are_refused_before_weights_are_sent(
+async def test_names_that_the_model_lacks_are_refused_before_weights_are_sent(
     folder: Path, base: dict[str, Tensor]
 ) -> None:
-    async def main() -> None:
-        publisher = publisher_of(folder)
-        unknown = {**base, "model.layers.9.mlp.down_proj.weight": torch.zeros(2, 2)}
-        with pytest.raises(WeightsError, match=r"the model has no weight 'model\.layers\.9"):
-            await publish(publisher, adapted_of(unknown), receiver=WeightReceiver())
-        missing = dict(list(base.items())[:-1])
-        with pytest.raises(WeightsError, match=r"1 of the model's .* weights are missing"):
-            await publish(publisher, adapted_of(missing), receiver=WeightReceiver())
-        assert not blocks()
-
-    asyncio.run(main())
+    publisher = publisher_of(folder)
+    unknown = {**base, "model.layers.9.mlp.down_proj.weight": torch.zeros(2, 2)}
+    with pytest.raises(WeightsError, match=r"the model has no weight 'model\.layers\.9"):
+        await publish(publisher, adapted_of(unknown), receiver=WeightReceiver())
+    missing = dict(list(base.items())[:-1])
+    with pytest.raises(WeightsError, match=r"1 of the model's .* weights are missing"):
+        await publish(publisher, adapted_of(missing), receiver=WeightReceiver())
+    assert not blocks()
 
 
-def test_a_tied_weight_published_under_its_other_name_is_sent_merged_under_the_name_that_engines_load(
+async def test_a_tied_weight_published_under_its_other_name_is_sent_merged_under_the_name_that_engines_load(
     tmp_path: Path, base: dict[str, Tensor]
 ) -> None:
     tied = tiny_policy()
@@ -103,35 +97,29 @@ def test_a_tied_weight_published_under_its_other_name_is_sent_merged_under_the_n
     named = {(HEAD if name == EMBEDDING else name): weight for name, weight in base.items() if name != HEAD}
     weights = adapted_of(named)
 
-    async def main() -> None:
-        publisher = publisher_of(tmp_path)
-        handle, received = await publish(publisher, weights, receiver=WeightReceiver())
-        assert handle.base is None
-        merged = dict(weights)
-        merged[EMBEDDING] = merged.pop(HEAD)
-        assert received.keys() == merged.keys()
-        assert all(torch.equal(received[name], weight) for name, weight in merged.items())
-        both = {**named, EMBEDDING: named[HEAD] + 1}
-        with pytest.raises(WeightsError, match="are tied in this model"):
-            await publish(publisher, adapted_of(both), receiver=WeightReceiver())
-        publisher.close()
-
-    asyncio.run(main())
+    publisher = publisher_of(tmp_path)
+    handle, received = await publish(publisher, weights, receiver=WeightReceiver())
+    assert handle.base is None
+    merged = dict(weights)
+    merged[EMBEDDING] = merged.pop(HEAD)
+    assert received.keys() == merged.keys()
+    assert all(torch.equal(received[name], weight) for name, weight in merged.items())
+    both = {**named, EMBEDDING: named[HEAD] + 1}
+    with pytest.raises(WeightsError, match="are tied in this model"):
+        await publish(publisher, adapted_of(both), receiver=WeightReceiver())
+    publisher.close()
 
 
 @pytest.mark.parametrize("as_checkpoints", [True, False])
-def test_only_engines_that_load_files_themselves_get_complete_checkpoints(
+async def test_only_engines_that_load_files_themselves_get_complete_checkpoints(
     folder: Path, base: dict[str, Tensor], as_checkpoints: bool
 ) -> None:
-    async def main() -> None:
-        publisher = publisher_of(folder, transfer="disk", as_checkpoints=as_checkpoints)
-        async with publisher.offer(adapted_of(base), weight_version=1) as handle:
-            assert (handle.base is None) is as_checkpoints
-            assert ("config.json" in os.listdir(handle.source["folder"])) is as_checkpoints
-            assert flat(WeightReceiver().receive(handle)) == flat(adapted_of(base))
-        publisher.close()
-
-    asyncio.run(main())
+    publisher = publisher_of(folder, transfer="disk", as_checkpoints=as_checkpoints)
+    async with publisher.offer(adapted_of(base), weight_version=1) as handle:
+        assert (handle.base is None) is as_checkpoints
+        assert ("config.json" in os.listdir(handle.source["folder"])) is as_checkpoints
+        assert flat(WeightReceiver().receive(handle)) == flat(adapted_of(base))
+    publisher.close()
 
 
 def test_weights_in_host_memory_are_refused_for_a_transfer_through_gpu_memory(

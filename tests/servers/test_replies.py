@@ -24,6 +24,8 @@ from agent_loop.testing import run_virtual
 from agent_loop.types import TokenChunk, TokenOutput
 from tests.helpers import small_tokenizer
 
+pytestmark = pytest.mark.virtual_time
+
 VOCAB_SIZE = 100
 GOOD = TokenOutput([7, 8], [-0.5, -0.25], "stop", weight_version=3)
 
@@ -224,7 +226,7 @@ def test_the_vocabulary_size_is_that_of_the_model_and_not_of_its_tokenizer(tmp_p
 # -- leases ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_lease_of_a_server_that_ignores_cancellation_is_released() -> None:
+async def test_the_lease_of_a_server_that_ignores_cancellation_is_released() -> None:
     may_end = asyncio.Event()
 
     class IgnoresCancellation(FixedReplyServer):
@@ -239,21 +241,18 @@ def test_the_lease_of_a_server_that_ignores_cancellation_is_released() -> None:
 
     manager = AsyncLLMServerManager([IgnoresCancellation(None, max_concurrent=1)], request_timeout_s=10)
 
-    async def main() -> None:
-        clock = asyncio.get_running_loop().time
-        with pytest.raises(ServerTimeout):
-            await ask(manager)
-        assert clock() == 10 + ABANDON_GRACE_S
-        assert manager.pool.balancer.num_leases == 0
-        assert num_abandoned() == 1
-        may_end.set()
-        await asyncio.sleep(1)
-        assert num_abandoned() == 0
-
-    run_virtual(main())
+    clock = asyncio.get_running_loop().time
+    with pytest.raises(ServerTimeout):
+        await ask(manager)
+    assert clock() == 10 + ABANDON_GRACE_S
+    assert manager.pool.balancer.num_leases == 0
+    assert num_abandoned() == 1
+    may_end.set()
+    await asyncio.sleep(1)
+    assert num_abandoned() == 0
 
 
-def test_chunks_of_a_lost_server_are_ignored() -> None:
+async def test_chunks_of_a_lost_server_are_ignored() -> None:
     class IgnoresCancellation(FixedReplyServer):
         """Server that ignores cancellation and continues to yield chunks."""
 
@@ -276,12 +275,9 @@ def test_chunks_of_a_lost_server_are_ignored() -> None:
 
     manager = AsyncLLMServerManager([IgnoresCancellation(None, name="a"), Slow(None, name="b")])
 
-    async def main() -> None:
-        async with manager.pool.watching():
-            output = await ask(manager)
-        assert output.token_ids == [1, 7, 8]
-
-    run_virtual(main())
+    async with manager.pool.watching():
+        output = await ask(manager)
+    assert output.token_ids == [1, 7, 8]
 
 
 # -- several servers ---------------------------------------------------------------------------------------------------
@@ -304,24 +300,21 @@ def test_the_chunks_of_a_dead_server_are_checked() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), SystemExit(1), ServerError("busy")])
-def test_an_error_in_end_session_does_not_affect_other_requests(error: BaseException) -> None:
+async def test_an_error_in_end_session_does_not_affect_other_requests(error: BaseException) -> None:
     class Breaks(FixedReplyServer):
         def end_session(self, request_id: str) -> None:
             raise error
 
     manager = AsyncLLMServerManager([Breaks(chunk())])
 
-    async def main() -> None:
-        with manager.scope() as scope:
-            for session in ("a", "b"):
-                await ask(scope, session)
-        assert manager.pool.balancer.num_sessions == 0
-
-    run_virtual(main())
+    with manager.scope() as scope:
+        for session in ("a", "b"):
+            await ask(scope, session)
+    assert manager.pool.balancer.num_sessions == 0
 
 
 @pytest.mark.parametrize("health", [None, ServerHealth(True, cast(Any, math.nan), 0, 0)])
-def test_a_server_with_an_invalid_health_report_is_lost_and_watching_continues(health: Any) -> None:
+async def test_a_server_with_an_invalid_health_report_is_lost_and_watching_continues(health: Any) -> None:
     class InvalidHealth(FixedReplyServer):
         async def health(self) -> Any:
             return health
@@ -330,12 +323,9 @@ def test_a_server_with_an_invalid_health_report_is_lost_and_watching_continues(h
         [InvalidHealth([chunk()], name="bad"), FixedReplyServer([chunk()], name="good")]
     )
 
-    async def main() -> None:
-        async with manager.pool.watching():
-            await asyncio.sleep(12)
-            assert set(manager.pool.lost) == {"bad"}
-            assert "health returned" in manager.pool.lost["bad"]
-            assert (await ask(manager)).token_ids == [7, 8]
-        assert manager.pool.num_running == 0
-
-    run_virtual(main())
+    async with manager.pool.watching():
+        await asyncio.sleep(12)
+        assert set(manager.pool.lost) == {"bad"}
+        assert "health returned" in manager.pool.lost["bad"]
+        assert (await ask(manager)).token_ids == [7, 8]
+    assert manager.pool.num_running == 0

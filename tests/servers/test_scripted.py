@@ -16,6 +16,8 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.types import SamplingParams, TokenChunk, TokenOutput
 
+pytestmark = pytest.mark.virtual_time
+
 IDS = np.array([1, 2], np.int32)
 
 
@@ -54,16 +56,13 @@ def test_an_aborted_request_returns_its_tokens_so_far() -> None:
     assert run_virtual(scenario()) == TokenOutput([1, 2], [-0.5, -0.5], "aborted")
 
 
-def test_a_completion_across_a_weight_update_has_two_versions() -> None:
-    async def scenario() -> TokenOutput:
-        server = ScriptedServer([ScriptedReply([1, 2, 3, 4], latency_s=4.0)])
-        async with asyncio.TaskGroup() as group:
-            call = group.create_task(server.generate(IDS, SamplingParams(), "s"))
-            await asyncio.sleep(2.5)
-            await server.update_weights([], weight_version=7)
-        return call.result()
-
-    completion = run_virtual(scenario())
+async def test_a_completion_across_a_weight_update_has_two_versions() -> None:
+    server = ScriptedServer([ScriptedReply([1, 2, 3, 4], latency_s=4.0)])
+    async with asyncio.TaskGroup() as group:
+        call = group.create_task(server.generate(IDS, SamplingParams(), "s"))
+        await asyncio.sleep(2.5)
+        await server.update_weights([], weight_version=7)
+    completion = call.result()
     assert [(c.weight_version, len(c.token_ids)) for c in completion.chunks] == [(0, 2), (7, 2)]
     assert completion.weight_version == 7
 
@@ -99,42 +98,33 @@ def test_invalid_sampling_parameters_are_refused(params: dict, complaint: str) -
         ({"top_logprobs": 2}, Ability.TOP_LOGPROBS),
     ],
 )
-def test_a_parameter_is_refused_by_a_server_without_the_ability_for_it(
+async def test_a_parameter_is_refused_by_a_server_without_the_ability_for_it(
     params: dict, ability: Ability
 ) -> None:
-    async def scenario() -> None:
-        script = [ScriptedReply([1, 2])]
-        able = ScriptedServer(script, more_abilities=[ability])
-        assert (await able.generate(IDS, SamplingParams(**params), "s")).token_ids == [1, 2]
-        unable = ScriptedServer(script)
-        with pytest.raises(SamplingParamsError, match=f"use a server with the ability '{ability.value}'"):
-            await unable.generate(IDS, SamplingParams(**params), "s")
-        assert not unable.requests
-
-    run_virtual(scenario())
+    script = [ScriptedReply([1, 2])]
+    able = ScriptedServer(script, more_abilities=[ability])
+    assert (await able.generate(IDS, SamplingParams(**params), "s")).token_ids == [1, 2]
+    unable = ScriptedServer(script)
+    with pytest.raises(SamplingParamsError, match=f"use a server with the ability '{ability.value}'"):
+        await unable.generate(IDS, SamplingParams(**params), "s")
+    assert not unable.requests
 
 
-def test_a_pool_refuses_for_servers_that_ignore_parameters_they_do_not_know() -> None:
+async def test_a_pool_refuses_for_servers_that_ignore_parameters_they_do_not_know() -> None:
     class Careless(ScriptedServer):
         async def stream(self, *_: Any, **__: Any) -> AsyncGenerator[TokenChunk]:
             yield TokenChunk([1], [-0.5], stop_reason="stop")
 
-    async def scenario() -> None:
-        manager = AsyncLLMServerManager([Careless([])])
-        with pytest.raises(SamplingParamsError, match="json_schema is"):
-            await manager.generate("s", prompt_ids=IDS, sampling_params={"json_schema": "{}"})
-
-    run_virtual(scenario())
+    manager = AsyncLLMServerManager([Careless([])])
+    with pytest.raises(SamplingParamsError, match="json_schema is"):
+        await manager.generate("s", prompt_ids=IDS, sampling_params={"json_schema": "{}"})
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_scripted_reply_has_more_values_for_the_tokens_that_are_sampled(streams: bool) -> None:
-    async def scenario() -> None:
-        reply = ScriptedReply([1, 2, 3], extras={"rank": np.array([5, 6, 7])})
-        server = ScriptedServer([reply], streams=streams)
-        parts = server.stream(IDS, SamplingParams(max_tokens=2), "s")
-        output = TokenOutput.from_chunks([part async for part in parts])
-        assert output.token_ids == [1, 2]
-        assert output.extras["rank"].tolist() == [5, 6]
-
-    run_virtual(scenario())
+async def test_a_scripted_reply_has_more_values_for_the_tokens_that_are_sampled(streams: bool) -> None:
+    reply = ScriptedReply([1, 2, 3], extras={"rank": np.array([5, 6, 7])})
+    server = ScriptedServer([reply], streams=streams)
+    parts = server.stream(IDS, SamplingParams(max_tokens=2), "s")
+    output = TokenOutput.from_chunks([part async for part in parts])
+    assert output.token_ids == [1, 2]
+    assert output.extras["rank"].tolist() == [5, 6]

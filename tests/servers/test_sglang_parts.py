@@ -166,36 +166,33 @@ class FakeSGLang:
         return web.json_response({"version": "0.5.23", "weight_version": "0", "loads": []})
 
 
-def test_no_request_is_sent_during_a_weight_update_and_an_aborted_one_is_never_sent(tmp_path: Path) -> None:
+async def test_no_request_is_sent_during_a_weight_update_and_an_aborted_one_is_never_sent(
+    tmp_path: Path,
+) -> None:
     model, fake = tiny_model(), FakeSGLang()
     model.save_pretrained(tmp_path)
 
-    async def main() -> None:
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", fake.answer)
-        async with TestServer(app) as http:
-            client = SGLangClient.create(
-                spec(url=str(http.make_url("/")), model=ModelConfig(path=str(tmp_path)))
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", fake.answer)
+    async with TestServer(app) as http:
+        client = SGLangClient.create(spec(url=str(http.make_url("/")), model=ModelConfig(path=str(tmp_path))))
+        await client.start()
+        async with asyncio.TaskGroup() as group:
+            update = group.create_task(client.update_weights(model.named_parameters(), weight_version=3))
+            await fake.loads.wait()
+            waiting, aborted = (
+                group.create_task(client.generate(PROMPT, SamplingParams(), name)) for name in "ab"
             )
-            await client.start()
-            async with asyncio.TaskGroup() as group:
-                update = group.create_task(client.update_weights(model.named_parameters(), weight_version=3))
-                await fake.loads.wait()
-                waiting, aborted = (
-                    group.create_task(client.generate(PROMPT, SamplingParams(), name)) for name in "ab"
-                )
-                await asyncio.sleep(0)
-                await client.abort("b")
-                assert (await client.health()).num_waiting == 2
-                assert "/generate" not in fake.paths
-                fake.may_load.set()
-                await update
-            assert (waiting.result().token_ids, waiting.result().weight_version) == ([4], 3)
-            assert (aborted.result().token_ids, aborted.result().stop_reason) == ([], "aborted")
-            assert fake.paths.count("/generate") == 1
-            await client.close()
-
-    asyncio.run(main())
+            await asyncio.sleep(0)
+            await client.abort("b")
+            assert (await client.health()).num_waiting == 2
+            assert "/generate" not in fake.paths
+            fake.may_load.set()
+            await update
+        assert (waiting.result().token_ids, waiting.result().weight_version) == ([4], 3)
+        assert (aborted.result().token_ids, aborted.result().stop_reason) == ([], "aborted")
+        assert fake.paths.count("/generate") == 1
+        await client.close()
 
 
 class FakeModel:
@@ -249,17 +246,14 @@ def test_a_client_refuses_options_of_an_engine() -> None:
         SGLangClient.create(spec(url=url, weight_transfer="shared_memory"))
 
 
-def test_a_server_that_was_not_started_refuses_and_can_be_closed() -> None:
-    async def scenario() -> None:
-        server = SGLangClient.create(spec(url="http://127.0.0.1:1"))
-        with pytest.raises(ServerError, match="not started"):
-            await server.generate(PROMPT, SamplingParams(), "r")
-        assert not (await server.health()).is_alive
-        await server.close()
-        with pytest.raises(ServerError, match="closed"):
-            await server.generate(PROMPT, SamplingParams(), "r")
-
-    asyncio.run(scenario())
+async def test_a_server_that_was_not_started_refuses_and_can_be_closed() -> None:
+    server = SGLangClient.create(spec(url="http://127.0.0.1:1"))
+    with pytest.raises(ServerError, match="not started"):
+        await server.generate(PROMPT, SamplingParams(), "r")
+    assert not (await server.health()).is_alive
+    await server.close()
+    with pytest.raises(ServerError, match="closed"):
+        await server.generate(PROMPT, SamplingParams(), "r")
 
 
 def test_weights_of_a_model_without_local_files_are_refused() -> None:

@@ -18,7 +18,7 @@ from simulation.report import MakespanBounds, SimulationReport
 from simulation.server import SimulatedServer
 from simulation.workload import Workload
 
-from agent_loop.testing import run_virtual
+pytestmark = pytest.mark.virtual_time
 
 SMALL = SimulatedCluster(num_servers=4, model=EngineModel(max_concurrent=8, kv_tokens=200_000))
 PLANS = Workload(num_trajectories=100).plans()
@@ -40,7 +40,9 @@ def test_every_policy_completes_every_trajectory(policy: PolicyName) -> None:
         assert report.prefix_hit_rate > 0.99
 
 
-def test_cancelling_a_thousand_trajectories_releases_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancelling_a_thousand_trajectories_releases_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     servers: list[SimulatedServer] = []
     make = SimulatedServer.__init__
 
@@ -50,17 +52,14 @@ def test_cancelling_a_thousand_trajectories_releases_everything(monkeypatch: pyt
 
     monkeypatch.setattr(SimulatedServer, "__init__", remember)
 
-    async def main() -> None:
-        cluster = SimulatedCluster(num_servers=4, model=EngineModel(max_concurrent=250))
-        run = asyncio.ensure_future(run_cluster(cluster, Workload(num_trajectories=1200).plans()))
-        await asyncio.sleep(5)
-        assert sum(server.num_running for server in servers) > 500
-        began = asyncio.get_running_loop().time()
-        run.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await run
-        assert asyncio.get_running_loop().time() - began < 1
-        assert [(server.num_running, server.engine.num_running) for server in servers] == [(0, 0)] * 4
-        assert len(asyncio.all_tasks()) == 1
-
-    run_virtual(main())
+    cluster = SimulatedCluster(num_servers=4, model=EngineModel(max_concurrent=250))
+    run = asyncio.ensure_future(run_cluster(cluster, Workload(num_trajectories=1200).plans()))
+    await asyncio.sleep(5)
+    assert sum(server.num_running for server in servers) > 500
+    began = asyncio.get_running_loop().time()
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert asyncio.get_running_loop().time() - began < 1
+    assert [(server.num_running, server.engine.num_running) for server in servers] == [(0, 0)] * 4
+    assert len(asyncio.all_tasks()) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from collections.abc import AsyncGenerator, Mapping
@@ -122,31 +121,25 @@ async def client_of(
         ({"has_scale_out": False}, "start it with --enable-scale-out"),
     ],
 )
-def test_an_unsuitable_server_is_refused_with_a_remedy(
+async def test_an_unsuitable_server_is_refused_with_a_remedy(
     model_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    async def main() -> None:
-        async with client_of(FakeVLLM(**changes), model_path) as client:
-            with pytest.raises(ConfigError, match=message):
-                await client.start()
-
-    asyncio.run(main())
+    async with client_of(FakeVLLM(**changes), model_path) as client:
+        with pytest.raises(ConfigError, match=message):
+            await client.start()
 
 
-def test_a_server_of_another_model_is_refused_unless_the_model_is_named(
+async def test_a_server_of_another_model_is_refused_unless_the_model_is_named(
     model_path: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
     tiny_model().save_pretrained(other)
 
-    async def main() -> None:
-        async with client_of(FakeVLLM(), other) as client:
-            with pytest.raises(ConfigError, match="serves 'tiny', not 'other'"):
-                await client.start()
-        async with client_of(FakeVLLM(), other, engine_kwargs={"served_model_name": "tiny"}) as client:
+    async with client_of(FakeVLLM(), other) as client:
+        with pytest.raises(ConfigError, match="serves 'tiny', not 'other'"):
             await client.start()
-
-    asyncio.run(main())
+    async with client_of(FakeVLLM(), other, engine_kwargs={"served_model_name": "tiny"}) as client:
+        await client.start()
 
 
 def test_an_unknown_option_is_refused(model_path: Path) -> None:
@@ -161,63 +154,51 @@ def test_an_unknown_option_is_refused(model_path: Path) -> None:
         VLLMClient.create(spec)
 
 
-def test_raw_logprobs_are_returned_only_if_they_are_exact(model_path: Path) -> None:
-    async def main() -> None:
-        fake = FakeVLLM()
-        async with client_of(fake, model_path) as client:
-            await client.start()
-            assert client.abilities == {Ability.SEED, Ability.STREAMING, Ability.SCORE, *CONSTRAINT_ABILITIES}
-            exact = await client.generate(PROMPT, SamplingParams(max_tokens=1), "a")
-            other = await client.generate(PROMPT, SamplingParams(max_tokens=1, temperature=0.5), "a")
-            assert (exact.token_ids, exact.stop_reason, exact.weight_version) == ([4], "length", 0)
-            assert exact.log_probs is not None
-            assert other.log_probs is None
-            sampling = fake.requests[-1]["sampling_params"]
-            assert (sampling["temperature"], sampling["stop_token_ids"]) == (0.5, [7])
-
-    asyncio.run(main())
+async def test_raw_logprobs_are_returned_only_if_they_are_exact(model_path: Path) -> None:
+    fake = FakeVLLM()
+    async with client_of(fake, model_path) as client:
+        await client.start()
+        assert client.abilities == {Ability.SEED, Ability.STREAMING, Ability.SCORE, *CONSTRAINT_ABILITIES}
+        exact = await client.generate(PROMPT, SamplingParams(max_tokens=1), "a")
+        other = await client.generate(PROMPT, SamplingParams(max_tokens=1, temperature=0.5), "a")
+        assert (exact.token_ids, exact.stop_reason, exact.weight_version) == ([4], "length", 0)
+        assert exact.log_probs is not None
+        assert other.log_probs is None
+        sampling = fake.requests[-1]["sampling_params"]
+        assert (sampling["temperature"], sampling["stop_token_ids"]) == (0.5, [7])
 
 
-def test_weights_are_refused_without_the_worker_extension_and_the_error_names_the_flags(
+async def test_weights_are_refused_without_the_worker_extension_and_the_error_names_the_flags(
     model_path: Path,
 ) -> None:
-    async def main() -> None:
-        async with client_of(FakeVLLM(), model_path) as client:
-            await client.start()
-            with pytest.raises(WeightsError, match=r"VLLM_SERVER_DEV_MODE=1 .* --worker-extension-cls"):
-                await client.update_weights([], weight_version=1)
-
-    asyncio.run(main())
+    async with client_of(FakeVLLM(), model_path) as client:
+        await client.start()
+        with pytest.raises(WeightsError, match=r"VLLM_SERVER_DEV_MODE=1 .* --worker-extension-cls"):
+            await client.update_weights([], weight_version=1)
 
 
-def test_a_dead_engine_behind_a_live_http_server_raises_server_died(model_path: Path) -> None:
-    async def main() -> None:
-        fake = FakeVLLM()
-        async with client_of(fake, model_path) as client:
-            await client.start()
-            fake.is_healthy = False
-            with pytest.raises(ServerDied, match=r"server vllm-0 request a: .* is not healthy any more"):
-                await client.generate(PROMPT, SamplingParams(max_tokens=1), "a")
-            assert not (await client.health()).is_alive
-
-    asyncio.run(main())
+async def test_a_dead_engine_behind_a_live_http_server_raises_server_died(model_path: Path) -> None:
+    fake = FakeVLLM()
+    async with client_of(fake, model_path) as client:
+        await client.start()
+        fake.is_healthy = False
+        with pytest.raises(ServerDied, match=r"server vllm-0 request a: .* is not healthy any more"):
+            await client.generate(PROMPT, SamplingParams(max_tokens=1), "a")
+        assert not (await client.health()).is_alive
 
 
-def test_an_invalid_reply_raises_an_error_and_the_session_can_continue(model_path: Path) -> None:
-    async def main() -> None:
-        fake = FakeVLLM()
-        async with client_of(fake, model_path) as client:
-            await client.start()
-            fake.reply = {"choices": "none"}
-            with pytest.raises(BadServerReply, match="server vllm-0 request a"):
-                await client.generate(PROMPT, SamplingParams(max_tokens=1), "a")
-            fake.reply = None
-            assert (await client.generate(PROMPT, SamplingParams(max_tokens=1), "a")).token_ids == [4]
-            await client.sleep()
-            with pytest.raises(ServerError, match="asleep"):
-                await client.generate(PROMPT, SamplingParams(max_tokens=1), "a")
-            await client.close()
-            with pytest.raises(ServerError, match="closed"):
-                await client.generate(PROMPT, SamplingParams(max_tokens=1), "a")
-
-    asyncio.run(main())
+async def test_an_invalid_reply_raises_an_error_and_the_session_can_continue(model_path: Path) -> None:
+    fake = FakeVLLM()
+    async with client_of(fake, model_path) as client:
+        await client.start()
+        fake.reply = {"choices": "none"}
+        with pytest.raises(BadServerReply, match="server vllm-0 request a"):
+            await client.generate(PROMPT, SamplingParams(max_tokens=1), "a")
+        fake.reply = None
+        assert (await client.generate(PROMPT, SamplingParams(max_tokens=1), "a")).token_ids == [4]
+        await client.sleep()
+        with pytest.raises(ServerError, match="asleep"):
+            await client.generate(PROMPT, SamplingParams(max_tokens=1), "a")
+        await client.close()
+        with pytest.raises(ServerError, match="closed"):
+            await client.generate(PROMPT, SamplingParams(max_tokens=1), "a")
