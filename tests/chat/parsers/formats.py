@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from agent_loop.chat.parsers import ToolParser
 from agent_loop.chat.parsers.sections import DEEPSEEK, SEPARATOR
 from agent_loop.chat.parsers.tagged import DSML
 from agent_loop.types import ToolCall
@@ -18,14 +20,25 @@ class Format:
 
     name: str
     render: Callable[[list[ToolCall]], str]
-    markers: tuple[str, ...]
-    """Texts with a special meaning in the format."""
-    cut: str
-    """Text of a call that is opened and not closed."""
     reasoning: tuple[str, str] = ("<think>", "</think>")
     has_ids: bool = False
+    more_markers: tuple[str, ...] = ()
     writes_bare_text: bool = False
     """Whether values are rendered without quotes, so that they cannot contain the markers."""
+
+    @property
+    def cut(self) -> str:
+        """Text of a call that is opened and not closed."""
+        text = self.render([ToolCall("add", {"a": 77, "b": 2}, "functions.add:0" if self.has_ids else "")])
+        return text[: text.index("77") + 2].lstrip()
+
+    @property
+    def markers(self) -> list[str]:
+        """Texts with a special meaning in the format, and the parts of a call."""
+        parser = ToolParser.get(self.name)
+        rendered = self.render([ToolCall("a", {"k": "x", "n": 1}, "functions.a:0" if self.has_ids else "")])
+        parts = re.findall(r"<[^<>]*>|\[[A-Z_]+\]|```\w*|[^<>\[`]+", "".join([rendered, *self.reasoning]))
+        return sorted({*parser.format_texts, *parser.readers(), *parts, *self.more_markers} - {""})
 
 
 def dumps(value: Any) -> str:
@@ -174,186 +187,42 @@ def render_pythonic(calls: list[ToolCall]) -> str:
 
 
 FORMATS = (
-    Format(
-        "hermes",
-        render_hermes,
-        ("<tool_call>", "</tool_call>", '{"name":"a","arguments":{}}', "<think>", "</think>"),
-        cut='<tool_call>{"name": "add", "arguments": {"a": 1',
-    ),
+    Format("hermes", render_hermes),
     Format(
         "gpt-oss",
         render_gpt_oss,
-        (
-            *(
-                "<|start|>",
-                "<|channel|>",
-                "<|message|>",
-                "<|constrain|>",
-                "<|end|>",
-                "<|call|>",
-                "<|return|>",
-            ),
-            *("assistant", "analysis", "commentary", "final", " to=functions.a", "to=", "{}"),
-        ),
-        cut='<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1',
         reasoning=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+        more_markers=("<|return|>", "final"),
     ),
-    Format(
-        "qwen3_coder",
-        render_qwen3_coder,
-        (
-            *("<tool_call>", "</tool_call>", "<function=a>", "</function>", "<function=", "\n"),
-            *("<parameter=a>", "<parameter=", "</parameter>", "<think>", "</think>"),
-        ),
-        cut="<tool_call>\n<function=add>\n<parameter=a>\n1",
-        writes_bare_text=True,
-    ),
-    Format(
-        "glm",
-        render_glm,
-        (
-            *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-            *("<think>", "</think>", "<|user|>", "\n"),
-        ),
-        cut="<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1",
-        writes_bare_text=True,
-    ),
-    Format(
-        "llama3_json",
-        render_llama3_json,
-        (
-            *("<|python_tag|>", '{"name":', "{'name':", '"f"', '"parameters":', "{", "}", ";", "\n"),
-            *("<think>", "</think>", "<|eot_id|>", ","),
-        ),
-        cut='{"name": "add", "parameters": {"a": 1',
-    ),
-    Format(
-        "deepseek_v3",
-        render_deepseek_v3,
-        (*DEEPSEEK.stops, SEPARATOR, "function", "```json\n", "```", "{}"),
-        cut=f'{DEEPSEEK.section_open}{DEEPSEEK.call_open}function{SEPARATOR}add\n```json\n{{"a": 1',
-    ),
-    Format(
-        "kimi_k2",
-        render_kimi_k2,
-        (
-            *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
-            *(
-                "<|tool_call_argument_begin|>",
-                "<|tool_call_end|>",
-                "functions.a:0",
-                "{}",
-                "<think>",
-                "</think>",
-            ),
-        ),
-        cut='<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1',
-        has_ids=True,
-    ),
+    Format("qwen3_coder", render_qwen3_coder, writes_bare_text=True),
+    Format("glm", render_glm, writes_bare_text=True),
+    Format("llama3_json", render_llama3_json),
+    Format("deepseek_v3", render_deepseek_v3),
+    Format("kimi_k2", render_kimi_k2, has_ids=True),
     Format(
         "mistral",
         render_mistral,
-        (
-            *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "name", "[", "]", '[{"name":"a","arguments":{}}]', "{}"),
-            *("[THINK]", "[/THINK]", "<think>", "</think>"),
-        ),
-        cut='[TOOL_CALLS][{"name": "add", "arguments": {"a": 1',
         reasoning=("[THINK]", "[/THINK]"),
+        more_markers=("[ARGS]", "[CALL_ID]"),
         has_ids=True,
     ),
     Format(
         "gemma",
         render_gemma,
-        (
-            *("<|tool_call>", "<tool_call|>", "call:a{", "}", '<|"|>', "[", "]", ",", "k:", "1"),
-            *("<start_function_call>", "<end_function_call>", "<escape>", "<|channel>", "<channel|>"),
-        ),
-        cut="<|tool_call>call:add{a:1",
         reasoning=("<|channel>thought\n", "<channel|>"),
+        more_markers=("<escape>",),
         writes_bare_text=True,
     ),
-    Format(
-        "seed_oss",
-        render_seed_oss,
-        (
-            "<seed:tool_call>",
-            "</seed:tool_call>",
-            "<function=a>",
-            "</function>",
-            "<parameter=a>",
-            "</parameter>",
-        ),
-        cut="<seed:tool_call>\n<function=add>\n<parameter=a>1",
-        reasoning=("<seed:think>", "</seed:think>"),
-        writes_bare_text=True,
-    ),
-    Format(
-        "minimax_m2",
-        render_minimax_m2,
-        (
-            *(
-                "<minimax:tool_call>",
-                "</minimax:tool_call>",
-                '<invoke name="',
-                '<invoke name="a">',
-                "</invoke>",
-            ),
-            *('<parameter name="a">', "</parameter>", "<think>", "</think>"),
-        ),
-        cut='<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1',
-        writes_bare_text=True,
-    ),
-    Format(
-        "deepseek_v4",
-        render_deepseek_v4,
-        (
-            *(f"<{DSML}tool_calls>", f"</{DSML}tool_calls>", f'<{DSML}invoke name="a">', f"</{DSML}invoke>"),
-            *(f'<{DSML}parameter name="a" string="true">', f"</{DSML}parameter>", "<think>", "</think>"),
-        ),
-        cut=f'<{DSML}tool_calls>\n<{DSML}invoke name="add">\n<{DSML}parameter name="a" string="false">1',
-        writes_bare_text=True,
-    ),
+    Format("seed_oss", render_seed_oss, reasoning=("<seed:think>", "</seed:think>"), writes_bare_text=True),
+    Format("minimax_m2", render_minimax_m2, writes_bare_text=True),
+    Format("deepseek_v4", render_deepseek_v4, writes_bare_text=True),
     Format(
         "kimi_k3",
         render_kimi_k3,
-        (
-            *(
-                "<|open|>",
-                "<|close|>",
-                "<|sep|>",
-                "<|open|>tools<|sep|>",
-                '<|open|>call tool="a" index="1"<|sep|>',
-            ),
-            *('<|open|>argument key="a" type="string"<|sep|>', '<|open|>json type="object"<|sep|>', "{}"),
-            *("<|close|>argument<|sep|>", "<|close|>call<|sep|>", "<|close|>tools<|sep|>"),
-        ),
-        cut='<|open|>tools<|sep|><|open|>call tool="add" index="1"<|sep|>',
         reasoning=("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+        more_markers=('<|open|>json type="object"<|sep|>',),
         writes_bare_text=True,
     ),
-    Format(
-        "granite",
-        render_granite,
-        ("<|tool_call|>", "<tool_call>", "[", "]", '[{"name":"a","arguments":{}}]', "<think>", "</think>"),
-        cut='<|tool_call|>[{"name": "add", "arguments": {"a": 1',
-    ),
-    Format(
-        "pythonic",
-        render_pythonic,
-        (
-            *(
-                "<|tool_call_start|>",
-                "<|tool_call_end|>",
-                "<|python_start|>",
-                "[",
-                "]",
-                "[a(",
-                "a=",
-                ")",
-                ",",
-            ),
-            *("'", "[a(b='c')]", "<think>", "</think>"),
-        ),
-        cut="<|tool_call_start|>[add(a=1",
-    ),
+    Format("granite", render_granite),
+    Format("pythonic", render_pythonic),
 )

@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 
 from agent_loop.chat.parsers import HermesToolParser, ToolParser
-from agent_loop.chat.placeholder_tokenizer import placeholder_tokenizer
-from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import ConfigError
 from agent_loop.integrations import verl
 from agent_loop.serve.stream_parser import call_openings
 from agent_loop.types import MalformedCall, ToolCall
-from tests.helpers import HERMES_TEMPLATE
 
 WAS_HERMES = r"tool parser 'hermes' was agent_loop.chat.parsers.hermes.HermesToolParser; .* replaces it"
 PARSER_FILE = '''\
@@ -53,14 +50,11 @@ def parser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ToolParser:
 
 def test_a_parser_of_twenty_lines_parses_calls_text_and_reasoning(parser: ToolParser) -> None:
     assert len(PARSER_FILE.splitlines()) <= 20
+    assert type(ToolParser.get("bracketed")) is type(parser)
     parsed = parser.parse(f"<think>It may {CALL}</think>Let me see. {CALL}")
     assert parsed.reasoning == f"It may {CALL}"
     assert parsed.content == "Let me see."
     assert parsed.calls == (ToolCall("search", {"query": "rain"}),)
-
-
-def test_a_parser_is_registered_by_the_file_that_the_configuration_names(parser: ToolParser) -> None:
-    assert type(ToolParser.get("bracketed")) is type(parser)
 
 
 def test_a_call_that_a_users_parser_cannot_parse_is_malformed(parser: ToolParser) -> None:
@@ -73,15 +67,6 @@ def test_a_call_that_a_users_parser_cannot_parse_is_malformed(parser: ToolParser
 
 def test_a_users_parser_is_streamed_up_to_its_first_call(parser: ToolParser) -> None:
     assert call_openings(parser) == ("[call]",)
-
-
-def test_a_chat_template_accepts_the_parser_of_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "other_parser.py"
-    file.write_text(PARSER_FILE.replace('@ToolParser.register("bracketed")\n', ""))
-    tokenizer = placeholder_tokenizer(HERMES_TEMPLATE)
-    template = ChatTemplate(tokenizer, tool_parser=f"{file}:BracketedToolParser")
-    [call] = template.parse(template.encode(CALL)).tool_calls
-    assert call.name == "search"
 
 
 @pytest.mark.parametrize(
