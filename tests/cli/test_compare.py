@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.project import make_project
-from tests.cli.stored_project import run
+from tests.cli.project import make_project, run
 from tests.run_folders import write_rewards, write_run
 
 
@@ -62,11 +61,6 @@ def test_two_groups_are_printed_with_means_differences_and_curves() -> None:
     assert "20 0.210 ± 0.025 1.010 ± 0.025" in lines
     assert max(map(len, text.splitlines())) <= 80
     assert "\x1b" not in text
-
-
-def test_validation_is_compared_at_its_steps() -> None:
-    write_groups()
-    lines = lines_of(run("compare", "runs/a-*", "runs/b-*").output)
     first = lines.index("val/pass@1: 4 steps")
     assert "mean of the last 4 values" in lines[first + 1]
     rows = lines[lines.index("step A B", first) + 1 :][:4]
@@ -76,10 +70,8 @@ def test_validation_is_compared_at_its_steps() -> None:
 def test_json_has_the_printed_numbers() -> None:
     write_groups()
     found = numbers("runs/a-*", "runs/b-*", "--last", "1", "--points", "3", "--metric", "reward/mean")
-    assert [(each["name"], each["source"]) for each in found["groups"]] == [
-        ("A", "runs/a-*"),
-        ("B", "runs/b-*"),
-    ]
+    names = [(each["name"], each["source"]) for each in found["groups"]]
+    assert names == [("A", "runs/a-*"), ("B", "runs/b-*")]
     assert found["groups"][1]["runs"][2] == {"path": "runs/b-2", "seed": 2}
     (metric,) = found["metrics"]
     assert (metric["metric"], metric["num_steps"], metric["num_recent"]) == ("reward/mean", 20, 1)

@@ -8,12 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from agent_loop.storage.json_lines import write_lines
-from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
-from agent_loop.types import Origin, as_token_ids
+from agent_loop.trajectory import AgentLoopOutput, Trajectory
 from tests.cli.project import Command, make_project
 
 FILES = {
@@ -79,6 +77,10 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...]]] = {
     "rows-that-are-no-conversations": (
         "sft config.yaml sft.files=[columns.jsonl]",
         ("has no 'messages'", "sft.messages_key"),
+    ),
+    "glob-without-files": (
+        "eval config.yaml --data x/*.jsonl",
+        ("'x/*.jsonl' matches nothing",),
     ),
     "empty-rows": ("train config.yaml data.train_files=[empty.jsonl]", ("empty.jsonl", "no rows")),
     "missing-column": (
@@ -164,11 +166,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder in which all these mistakes can be made."""
     folder = tmp_path_factory.mktemp("mistakes")
     make_project(folder)
-    add_files(folder)
-    return folder
-
-
-def add_files(folder: Path) -> None:
     for name, text in FILES.items():
         (folder / name).write_text(text, encoding="utf-8")
     for name, missing in {"no_tokenizer": "tokenizer.json", "no_template": "chat_template.jinja"}.items():
@@ -176,26 +173,20 @@ def add_files(folder: Path) -> None:
         (folder / name / missing).unlink()
     (folder / "used" / "checkpoints").mkdir(parents=True)
     write_lines(folder / "stored.jsonl", [stored_trajectory()], split="rollout")
+    return folder
 
 
 def stored_trajectory() -> Trajectory:
     """Return a trajectory as the files of a rollout hold it."""
-    segments = [
-        Segment(as_token_ids([1, 2]), Origin.PROMPT),
-        Segment(
-            as_token_ids([7, 8]), Origin.MODEL, weight_version=4, logprobs=np.array([-0.5, -0.25], np.float32)
-        ),
-    ]
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}]
-    output = AgentLoopOutput(segments=segments, messages=messages)
+    output = AgentLoopOutput(
+        prompt_ids=[1, 2],
+        response_ids=[7, 8],
+        response_mask=[1, 1],
+        response_logprobs=[-0.5, -0.25],
+        messages=messages,
+    )
     return Trajectory(output, {"raw_prompt": messages[:1]}, 2, 1, 0.5, {"length": 2})
-
-
-def assert_explained(output: str, names: tuple[str, ...]) -> None:
-    shown = " ".join(output.split())
-    assert [name for name in names if name not in shown] == [], output
-    assert "Traceback" not in output
-    assert len(output.splitlines()) <= 24, output
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -206,7 +197,11 @@ def test_a_mistake_is_explained_on_one_screen(
     line, names = MISTAKES[name]
     result = shell(*line.split())
     assert result.exit_code != 0
-    assert_explained(result.out + result.err, names)
+    output = result.out + result.err
+    shown = " ".join(output.split())
+    assert [name for name in names if name not in shown] == [], output
+    assert "Traceback" not in output
+    assert len(output.splitlines()) <= 24, output
     assert not (project / "run").exists()
 
 

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,10 +15,10 @@ import pytest
 
 from agent_loop.cli import serve as serve_module
 from agent_loop.serve.process import listening_socket
-from tests.cli.project import Command, make_project
+from tests.cli.project import AGENT_LOOP, Command, make_project
 from tests.helpers import user
 
-COMMAND = [sys.executable, "-c", "from agent_loop.cli import main; main()", "serve"]
+COMMAND = [*AGENT_LOOP, "serve"]
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""Commands that read stored trajectories."""
+"""Commands that read stored trajectories, and summaries of trajectories with branches."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from agent_loop.cli.rollout import _summary
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.storage import StoredRun, write_vocabulary
 from agent_loop.storage.schema import parquet
-from tests.cli.stored_project import make_stored_project, run
+from agent_loop.storage.writer import write_trajectories
+from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
+from agent_loop.types import Origin, as_token_ids
+from tests.cli.project import make_stored_project, run
 from tests.helpers import HERMES_TEMPLATE, small_tokenizer
 
 ROW = "group=2/rollout=0"
@@ -73,17 +77,24 @@ def test_show_prints_one_trajectory_token_by_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("line", "message"),
     [
-        (["--where", "rewrd<1"], "did you mean 'reward'"),
-        (["--row", "group=9/rollout=9"], "there is no trajectory 'group=9/rollout=9'"),
-        (["--tokens"], "give the trajectory with --row"),
-        (["--sort", "messages"], "no column 'messages'"),
+        ("show run --where rewrd<1", "did you mean 'reward'"),
+        ("show run --row group=9/rollout=9", "there is no trajectory 'group=9/rollout=9'"),
+        ("show run --tokens", "give the trajectory with --row"),
+        ("show run --sort messages", "no column 'messages'"),
+        ("rescore run --reward script.py:nothing", "nothing"),
+        (
+            "rescore run --reward script.py:reward --split val",
+            "no trajectories of val; there are rollout: step 0",
+        ),
+        ("rescore run --reward script.py:reward --out new.jsonl", r"ends in \.parquet"),
+        (f"replay run {ROW} --from-turn 4", "can continue at turn 3 at the latest"),
     ],
 )
-def test_show_refuses_names_that_do_not_exist(arguments: list[str], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        run("show", "run", *arguments)
+def test_names_that_do_not_exist_are_refused(line: str, message: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=message):
+        run(*line.split())
 
 
 def test_rescore_compares_rewards_and_lists_the_differences() -> None:
@@ -97,9 +108,6 @@ def test_rescore_compares_rewards_and_lists_the_differences() -> None:
     assert new["response_ids"].tolist() == old["response_ids"].tolist()
     assert new["messages"] == old["messages"]
     assert "0 of 4 trajectories differ" in run("rescore", "run", "--reward", "script.py:reward").output
-
-
-def test_rescore_with_a_function_that_raises_ends_with_1() -> None:
     text = run("rescore", "run", "--reward", "script.py:half", exit_code=1).output
     assert "scored       4       3" in text
     assert "1 -> none  RewardError: reward function script.py:half raised ValueError: not this one" in text
@@ -113,16 +121,8 @@ def test_rescore_in_batches_calls_the_function_once_per_row(tmp_path: Path) -> N
         "        raise ValueError('not this one')\n"
         "    return [{'reward': 0.5, 'of': len(outputs)} for _ in outputs]\n"
     )
-    text = run(
-        "rescore",
-        "run",
-        "--reward",
-        f"{judge}:together",
-        "--batch",
-        "--out",
-        f"{tmp_path}/new.parquet",
-        exit_code=1,
-    ).output
+    options = ["--reward", f"{judge}:together", "--batch", "--out", f"{tmp_path}/new.parquet"]
+    text = run("rescore", "run", *options, exit_code=1).output
     assert "scored       4       3" in text
     assert "raised ValueError: not this one" in text
     scalars = StoredRun(tmp_path / "new.parquet").scalars()
@@ -131,19 +131,9 @@ def test_rescore_in_batches_calls_the_function_once_per_row(tmp_path: Path) -> N
         run("rescore", "run", "--reward", f"{judge}:together")
 
 
-def test_rescore_refuses_wrong_arguments() -> None:
-    with pytest.raises(ConfigError, match="nothing"):
-        run("rescore", "run", "--reward", "script.py:nothing")
-    with pytest.raises(DataError, match="holds no trajectories of val; there are rollout: step 0"):
-        run("rescore", "run", "--reward", "script.py:reward", "--split", "val")
-    with pytest.raises(ConfigError, match=r"ends in \.parquet"):
-        run("rescore", "run", "--reward", "script.py:reward", "--out", "new.jsonl")
-
-
-@pytest.mark.parametrize("row", [ROW, "group=3/rollout=0"])
-def test_replay_reproduces_the_tokens_and_calls_no_tool(row: str) -> None:
-    text = run("replay", "run", row).output
-    assert f"{row} is identical" in text
+def test_replay_reproduces_the_tokens_and_calls_no_tool() -> None:
+    for row in (ROW, "group=3/rollout=0"):
+        assert f"{row} is identical" in run("replay", "run", row).output
     assert not Path("added.log").exists()
 
 
@@ -168,20 +158,15 @@ def test_replay_from_a_turn_continues_with_the_real_model_and_real_tools() -> No
     assert "sum 3" in text
     assert "now 2" in text
     assert Path("added.log").read_text(encoding="utf-8") == "1+2\n"
-    again, old = (
-        StoredRun("again.parquet").trajectory("rollout", 0, ROW),
-        StoredRun("run").trajectory("rollout", 0, ROW),
-    )
+    again, old = (StoredRun(path).trajectory("rollout", 0, ROW) for path in ("again.parquet", "run"))
     assert again["answer"] == "now 2"
     assert again["prompt_ids"].tolist() == old["prompt_ids"].tolist()
 
 
-def test_replay_from_a_turn_replays_the_earlier_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_from_a_turn_replays_the_earlier_turns() -> None:
     text = run("replay", "run", ROW, "--from-turn", "2").output
     assert not Path("added.log").exists(), "a tool without state is not called again"
     assert "turns of the model  2         2" in text
-    with pytest.raises(DataError, match="can continue at turn 3 at the latest"):
-        run("replay", "run", ROW, "--from-turn", "4")
 
 
 def test_replay_needs_the_settings_of_the_run(tmp_path: Path) -> None:
@@ -213,3 +198,39 @@ def test_a_scripted_engine_needs_only_the_tokenizer_of_the_model(tmp_path: Path)
     out = str(tmp_path / "out.parquet")
     run("rollout", "config.yaml", "--out", out, "--max-rows", "1", f"model.path={tmp_path / 'tokenizer'}")
     assert next(StoredRun(out).rows())["answer"] == "sum 1"
+
+
+def trajectory(rollout: int, reward: float | None, branch: int | None = None) -> Trajectory:
+    segments = [
+        Segment(as_token_ids([1]), Origin.PROMPT),
+        Segment(as_token_ids([2] * (rollout + 1)), Origin.MODEL, weight_version=0),
+    ]
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!" * (rollout + 1)}]
+    output = AgentLoopOutput(segments=segments, messages=messages)
+    return Trajectory(output, {"raw_prompt": messages[:1]}, 0, rollout, reward, {}, branch)
+
+
+TRAJECTORIES = [trajectory(0, 1.0), *(trajectory(1, 0.0, branch) for branch in range(3))]
+
+
+@pytest.fixture
+def branches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    write_trajectories(
+        Path("run/rollout.parquet"), TRAJECTORIES, step=0, split="rollout", success_threshold=1.0
+    )
+    Path("task.py").write_text("def reward(output, row):\n    return float(len(output.answer) == 2)\n")
+    return tmp_path
+
+
+def test_summaries_count_a_rollout_once_although_it_has_several_branches(branches: Path) -> None:
+    assert "4 trajectories, mean reward 0.500" in run("show", "run").output
+    lines = run("rescore", "run", "--reward", "task.py:reward").output.splitlines()
+    cells = {line.split("  ")[0].strip(): line.split()[-2:] for line in lines if line.strip()}
+    assert cells["mean reward"] == ["0.5000", "0.5000"]
+    assert cells["success"] == ["50.0%", "50.0%"]
+    assert cells["scored"] == ["4", "4"]
+    columns = {str(column.header): list(column.cells) for column in _summary(TRAJECTORIES).columns}
+    assert columns["mean reward"] == ["0.500"]
+    assert columns["trajectories"] == ["4"]

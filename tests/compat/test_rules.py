@@ -1,21 +1,24 @@
-"""Rules of verl's data sources, and reward functions with verl's parameters."""
+"""Rules of verl's data sources, reward functions with verl's parameters, and the interaction of GSM8K."""
 
 from __future__ import annotations
 
-import asyncio
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agent_loop.errors import ConfigError, RewardError
+from agent_loop.integrations.verl.gsm8k import Gsm8kInteraction, read_answer, with_mark
 from agent_loop.integrations.verl.rules import default_compute_score, gsm8k_flexible
 from agent_loop.rewards.function import load_batch_reward, load_reward
 from agent_loop.rewards.rules import boxed, is_equal
-from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput
+from agent_loop.types import StopReason
+from tests.compat.harness import RULES
+from tests.helpers import roles
+from tests.interactions.conversations import converse
 
-RULES = "agent_loop.integrations.verl.rules:default_compute_score"
 QUESTION = {"role": "user", "content": "Put the answer after ####, such as #### 7. What is 6 * 7?"}
 CALL = {"id": "1", "type": "function", "function": {"name": "multiply", "arguments": {"a": 6, "b": 7}}}
 
@@ -28,6 +31,10 @@ def output(*messages: dict[str, Any]) -> AgentLoopOutput:
         messages=[QUESTION, *messages],
         num_turns=1 + len(messages),
     )
+
+
+def answering(text: str) -> AgentLoopOutput:
+    return output({"role": "assistant", "content": text})
 
 
 def row(source: str = "openai/gsm8k", truth: Any = "42", **extra: Any) -> dict[str, Any]:
@@ -113,12 +120,10 @@ def test_a_box_may_contain_braces_and_must_be_closed() -> None:
     assert boxed(r"\boxed{1") is None
 
 
-def test_rows_of_verl_are_scored_without_a_function_of_ones_own() -> None:
+async def test_rows_of_verl_are_scored_without_a_function_of_ones_own() -> None:
     reward = load_reward(RULES, timeout_s=10)
-    answer = {"role": "assistant", "content": "#### 42"}
-    assert run_virtual(reward(output(answer), row())).reward == 1.0
-    silent = output({"role": "assistant", "content": ""})
-    assert run_virtual(reward(silent, row())).reward == 0.0  # the mark in the prompt does not count
+    assert (await reward(answering("#### 42"), row())).reward == 1.0
+    assert (await reward(answering(""), row())).reward == 0.0  # the mark in the prompt does not count
 
 
 FUNCTIONS = """
@@ -144,14 +149,14 @@ def functions(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_function_with_verls_parameters_gets_the_text_of_the_response(functions: Path) -> None:
+async def test_a_function_with_verls_parameters_gets_the_text_of_the_response(functions: Path) -> None:
     reward = load_reward(f"{functions}:compute_score", timeout_s=10)
     turns = (
         {"role": "assistant", "content": "I multiply.", "tool_calls": [CALL]},
         {"role": "tool", "content": "42", "tool_call_id": "1"},
         {"role": "assistant", "content": "It is 42."},
     )
-    score = run_virtual(reward(output(*turns), row(index=3)))
+    score = await reward(output(*turns), row(index=3))
     assert score.reward == 1.0
     call = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
     assert score.extra == {
@@ -160,18 +165,16 @@ def test_a_function_with_verls_parameters_gets_the_text_of_the_response(function
 
 
 @pytest.mark.parametrize(("name", "expected"), [("short", 9.0), ("later", 1.0)])
-def test_a_function_may_take_fewer_parameters_and_be_async(
+async def test_a_function_may_take_fewer_parameters_and_be_async(
     functions: Path, name: str, expected: float
 ) -> None:
     reward = load_reward(f"{functions}:{name}", timeout_s=10)
-    answer = output({"role": "assistant", "content": "It is 42."})
-    assert run_virtual(reward(answer, row())).reward == expected
+    assert (await reward(answering("It is 42."), row())).reward == expected
 
 
-def test_a_batch_function_with_verls_parameters_scores_a_group(functions: Path) -> None:
+async def test_a_batch_function_with_verls_parameters_scores_a_group(functions: Path) -> None:
     reward = load_batch_reward(f"{functions}:batch", timeout_s=10)
-    outputs = [output({"role": "assistant", "content": text}) for text in ("42", "41", "42 42")]
-    results = run_virtual(reward(outputs, [row()] * 3))
+    results = await reward([answering(text) for text in ("42", "41", "42 42")], [row()] * 3)
     assert [result.score.reward if result.score else None for result in results] == [1.0, 0.0, 2.0]
 
 
@@ -198,9 +201,60 @@ PROGRAM = "Here:\n```python\n{code}\n```"
         ("1 +", {"inputs": ["2"], "outputs": ["4"]}, 0.0),
     ],
 )  # fmt: skip
-def test_code_is_scored_by_its_tests_in_the_sandbox(
+async def test_code_is_scored_by_its_tests_in_the_sandbox(
     code: str, tests: dict[str, Any], expected: float
 ) -> None:
     reward = load_reward(RULES, timeout_s=60)
-    answer = output({"role": "assistant", "content": PROGRAM.format(code=code)})
-    assert asyncio.run(reward(answer, row("taco", tests))).reward == expected
+    assert (await reward(answering(PROGRAM.format(code=code)), row("taco", tests))).reward == expected
+
+
+def tutor(**config: object) -> Gsm8kInteraction:
+    return Gsm8kInteraction({"name": "gsm8k", **config})
+
+
+def test_a_wrong_answer_may_be_corrected() -> None:
+    trajectory = converse(tutor(), ["#### 41", "Let me see. #### 42"], ground_truth="42", query="6 * 7?")
+    output = trajectory.output
+    assert output.turn_scores == (0.0, 1.0)
+    assert [feedback.extra for feedback in output.feedback] == [{"answer": "41"}, {"answer": "42"}]
+    assert output.stop_reason is StopReason.INTERACTION_FINISHED
+    assert roles(output.messages) == ["user", "assistant", "user", "assistant", "user"]
+    assert "incorrect" in output.messages[2]["content"]
+    assert output.messages[-1]["content"] == "Your response is correct!"
+    assert trajectory.reward == 1.0
+
+
+def test_the_interaction_ends_after_the_last_attempt_and_scores_the_last_answer() -> None:
+    trajectory = converse(tutor(max_attempts=2), ["#### 1", "I do not know."], ground_truth="42")
+    assert trajectory.output.stop_reason is StopReason.INTERACTION_FINISHED
+    assert trajectory.reward == 0.0
+
+
+def test_an_interaction_with_judges_off_gives_no_reward() -> None:
+    trajectory = converse(tutor(judges=False), ["#### 42"], ground_truth="42")
+    assert trajectory.output.turn_scores == (1.0,)
+    assert trajectory.reward is None
+
+
+def test_a_row_without_ground_truth_fails_with_the_reason() -> None:
+    failure = converse(tutor(), ["#### 42"]).output.failure
+    assert failure is not None
+    assert "interaction_kwargs.ground_truth is None; give the right number" in failure.error
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("So it is 3 + 4.\n#### 7", "7"),
+        ("#### 5\nNo, wait.\n#### $1,234.50", "1234.5"),
+        ("#### -3 apples", "-3"),
+        ("####42.", "42"),
+        ("#### unknown", None),
+        ("42.00 apples", "42"),
+        ("It is 42.", None),
+        ("#### ..", None),
+        ("", None),
+    ],
+)
+def test_the_answer_is_the_number_after_the_last_mark(text: str, answer: str | None) -> None:
+    assert read_answer(with_mark(text)) == (None if answer is None else Decimal(answer))

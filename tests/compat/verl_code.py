@@ -83,7 +83,7 @@ class SecondThoughtsAgentLoop(AgentLoopBase):
 
 @register("one_shot_with_logprobs")
 class OneShotAgentLoop(AgentLoopBase):
-    """Loop in verl's newer form, in which a completion has its log-probs."""
+    """Loop in verl's newer form, in which a completion has its log-probs. A row may have it repeated."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -102,11 +102,12 @@ class OneShotAgentLoop(AgentLoopBase):
                 image_data=None,
             )
         metrics["num_preempted"] = output.num_preempted
+        times = kwargs.get("times", 1)
         return AgentLoopOutput(
             prompt_ids=prompt_ids,
-            response_ids=output.token_ids,
-            response_mask=[1] * len(output.token_ids),
-            response_logprobs=output.log_probs,
+            response_ids=output.token_ids * times,
+            response_mask=[1] * len(output.token_ids) * times,
+            response_logprobs=output.log_probs and output.log_probs * times,
             num_turns=2,
             metrics=metrics,
         )

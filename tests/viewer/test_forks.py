@@ -16,7 +16,7 @@ from agent_loop.viewer.app import create_viewer_app
 from agent_loop.viewer.fork_process import run_fork
 from agent_loop.viewer.forks import MAX_BODY_BYTES, ForkJob, Forks
 from agent_loop.viewer.source import RunSource
-from tests.cli.stored_project import make_stored_project
+from tests.cli.project import make_stored_project
 from tests.helpers import small_tokenizer
 from tests.viewer.browser import COMMAND, Viewer, shoot, viewing
 
