@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import anthropic
 import numpy as np
 import openai
 
@@ -24,7 +25,7 @@ from agent_loop.servers.scripted import Script, ScriptedReply, ScriptedRequest, 
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
 from agent_loop.types import Origin
-from tests.helpers import hermes_template, user
+from tests.helpers import hermes_template, text_reply, user
 
 MODEL = "gpt-4o"
 TEMPERATURE = 0.7
@@ -38,9 +39,9 @@ ADD = {
 }
 
 
-def in_order(*replies: ScriptedReply) -> Script:
-    """Return a script that sends the replies in order, and then repeats the last one."""
-    waiting = list(replies)
+def in_order(*replies: ScriptedReply | str) -> Script:
+    """Return a script that sends the replies or texts in order, and then repeats the last one."""
+    waiting = [text_reply(reply) if isinstance(reply, str) else reply for reply in replies]
     return lambda _: waiting.pop(0) if len(waiting) > 1 else waiting[0]
 
 
@@ -110,6 +111,13 @@ class ProgramHarness:
                 before += segment.token_ids.tolist()
 
 
+def run_one(program: Any, *replies: ScriptedReply | str, **options: Any) -> AgentLoopOutput:
+    """Run a program against these replies, and return the output of its only trajectory, which did not fail."""
+    [trajectory] = ProgramHarness(in_order(*replies), **options).run_virtual(program)
+    assert trajectory.output.failure is None, trajectory.output.failure.traceback
+    return trajectory.output
+
+
 def client_of(base_url: str, api_key: str, http_client: Any, **options: Any) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(
         base_url=base_url, api_key=api_key, http_client=http_client, **{"max_retries": 0, **options}
@@ -128,17 +136,32 @@ async def calls_of(create: Any, *, is_streamed: bool, **asked: Any) -> tuple[lis
     return calls, "".join(each.content or "" for each in said), choices[-1].finish_reason
 
 
+CLIENTS = {
+    "client": lambda openai, anthropic: openai,
+    "create": lambda openai, anthropic: openai.chat.completions.create,
+    "respond": lambda openai, anthropic: openai.responses.create,
+    "claude": lambda openai, anthropic: anthropic,
+}
+"""What a function of a test may take instead of a URL: a client, or a method of one."""
+
+
 def program_of(function: Any) -> Any:
-    """Return the program of a function that takes only a method of the client: `create` or `respond`."""
-    names = [*inspect.signature(function).parameters] if callable(function) else []
-    if names not in (["create"], ["respond"]):
+    """Return the program of a function that takes clients or their methods by the names of `CLIENTS`."""
+    names = {*inspect.signature(function).parameters} if callable(function) else set()
+    if not names & CLIENTS.keys():
         return function
 
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> Any:
-        client = client_of(base_url, api_key, http_client)
-        return await function(
-            client.chat.completions.create if names == ["create"] else client.responses.create
+    async def program(
+        row: Any, *, base_url: str, anthropic_base_url: str, api_key: str, http_client: Any
+    ) -> Any:
+        clients = (
+            client_of(base_url, api_key, http_client),
+            anthropic.AsyncAnthropic(
+                base_url=anthropic_base_url, api_key=api_key, http_client=http_client, max_retries=0
+            ),
         )
+        given = {"row": row, **{name: CLIENTS[name](*clients) for name in names & CLIENTS.keys()}}
+        return await function(**{name: given[name] for name in names})
 
     return program
 
