@@ -1,6 +1,8 @@
-"""Function tools of a user of verl."""
+"""Function tools of a user of verl: one that answers, and one that never returns."""
 
 from __future__ import annotations
+
+import asyncio
 
 from verl.tools.function_tool import function_tool
 
@@ -13,3 +15,10 @@ def shout(text: str) -> str:
         text: The text.
     """
     return text.upper()
+
+
+@function_tool
+async def wait_for_ever() -> str:
+    """Wait for ever."""
+    await asyncio.Event().wait()
+    return ""

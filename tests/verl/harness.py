@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from agent_loop.integrations.verl.manager.batch import joined
 from agent_loop.integrations.verl.manager.worker import VerlRolloutWorker
 from agent_loop.servers.embedded.server import EmbeddedServer
 from agent_loop.types import SamplingParams
-from tests.helpers import encoded, small_tokenizer
+from tests.helpers import call_text, encoded, small_tokenizer
 
 CONFIG = Path(verl.trainer.config.__file__).parent / "_generated_ppo_trainer.yaml"
 PROMPT_LENGTH, RESPONSE_LENGTH = 400, 320
@@ -45,17 +46,13 @@ class ScriptedClient:
         default = min(RESPONSE_LENGTH, PROMPT_LENGTH + RESPONSE_LENGTH - len(prompt_ids))
         ids = encoded(self._reply(small_tokenizer().decode(prompt_ids)))
         ids = ids[: max(1, sampling_params.get("max_tokens", default))]
-        fields = {"global_steps": self._global_steps, "num_cached_tokens": 1}
+        versions = dict.fromkeys(("global_steps", "min_global_steps", "max_global_steps"), self._global_steps)
         return TokenOutput(
             token_ids=ids,
             log_probs=[-0.25 * (1 + index % 7) for index in range(len(ids))],
             stop_reason="completed",
             num_preempted=1,
-            extra_fields={
-                **fields,
-                "min_global_steps": self._global_steps,
-                "max_global_steps": self._global_steps,
-            },
+            extra_fields={"num_cached_tokens": 1, **versions},
         )
 
 
@@ -95,6 +92,21 @@ class RewardWorker:
         return {"reward_score": score, "reward_extra_info": {"acc": score > 0, "score": score}}
 
 
+def scored(score: Callable[[str], float]) -> dict[str, Any]:
+    """Return the option of a worker whose trajectories are scored by their text."""
+    return {"reward_loop_worker_handles": [RewardWorker(score)]}
+
+
+def calling(name: str, **arguments: Any) -> Reply:
+    """Return a model that calls a tool once, and then says that it is done."""
+    call = f"{call_text(name, **arguments)}<|im_end|>"
+    return lambda text: "done<|im_end|>" if "<tool_response>" in text else call
+
+
+def saying_a_number(text: str) -> str:
+    return f"I say {len(text) % 7}<|im_end|>"
+
+
 def verl_config(model: Path, **rollout: Any) -> Any:
     """Return verl's configuration. Names of `rollout` settings have `__` for dots."""
     config = OmegaConf.load(CONFIG)
@@ -117,6 +129,9 @@ def batch_of(prompts: Sequence[Any], *, validate: bool = False, **columns: Seque
 
 
 def run_ours(config: Any, client: Any, batch: DataProto, **options: Any) -> DataProto:
+    """Run a batch with this package. The client may be given as the function that completes its texts."""
+    client = ScriptedClient(client) if isinstance(client, FunctionType) else client
+
     async def run() -> DataProto:
         worker = VerlRolloutWorker(config, client, **options)
         return joined([await worker.generate_batch(batch)])
@@ -125,6 +140,8 @@ def run_ours(config: Any, client: Any, batch: DataProto, **options: Any) -> Data
 
 
 def run_verls(config: Any, client: Any, batch: DataProto, **options: Any) -> DataProto:
+    client = ScriptedClient(client) if isinstance(client, FunctionType) else client
+
     async def run() -> DataProto:
         output = await AgentLoopWorker(config, client, **options).generate_sequences(batch)
         metrics = output.meta_info.pop("metrics")

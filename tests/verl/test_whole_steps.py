@@ -16,8 +16,6 @@ import pytest
 from agent_loop.storage import StoredRun
 from agent_loop.viewer.source import RunSource
 
-pytest.importorskip("verl")
-
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]

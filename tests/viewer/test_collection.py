@@ -18,7 +18,7 @@ from agent_loop.viewer.app import create_collection_app
 from agent_loop.viewer.collection import RunCollection, changed_settings, differing_settings, seed_groups
 from agent_loop.viewer.evaluations import Evaluations
 from agent_loop.viewer.run_record import RunRecord
-from tests.viewer.collections import NUM_ROWS, RATES, prompt_of, write_collection, write_training
+from tests.viewer.synthetic import NUM_ROWS, RATES, prompt_of, write_collection, write_training
 
 
 @pytest.fixture(scope="module")

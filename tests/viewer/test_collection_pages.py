@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.viewer.browser import Viewer, serious_faults, shoot, viewing
-from tests.viewer.collections import RATES, prompt_of, write_collection, write_training
+from tests.viewer.synthetic import RATES, prompt_of, write_collection, write_training
 
 pytestmark = pytest.mark.browser
 

@@ -1,48 +1,51 @@
-"""Browser tests of the pages with small synthetic runs."""
+"""Browser tests of the pages with small runs, with runs that grow, and with one of a hundred thousand tokens."""
 
 from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from agent_loop.storage.json_lines import write_lines
 from agent_loop.viewer.export import write_export
 from tests.viewer.browser import Viewer, serious_faults, shoot, viewing
-from tests.viewer.synthetic import PIECES, add_step, trajectory_rows, write_rows, write_run
+from tests.viewer.synthetic import (
+    PIECES,
+    add_step,
+    prompt_of,
+    sample_of,
+    trajectory_rows,
+    write_rows,
+    write_run,
+)
 
 pytestmark = pytest.mark.browser
 
+STEP = "split=train&step=6"
 PAGES = {
-    "overview": "#/overview",
-    "table": "#/trajectories",
-    "conversation": "#/trajectory?split=train&step=6&id=group%3D2%2Frollout%3D1",
-    "tokens": "#/trajectory?split=train&step=6&id=group%3D0%2Frollout%3D2&view=tokens&color=logprob",
-    "branches": "#/trajectory?split=train&step=6&id=group%3D1%2Frollout%3D0%2Fbranch%3D1",
-    "siblings": "#/group?split=train&step=6&group=0",
-    "fork": "#/fork?split=train&step=6&id=group%3D0%2Frollout%3D2&turn=2",
-    "time": "#/time?split=train&step=6",
+    "overview": ("#/overview", ".chart"),
+    "table": ("#/trajectories", ".table .row a"),
+    "conversation": (f"#/trajectory?{STEP}&id=group%3D2%2Frollout%3D1", ".message"),
+    "tokens": (f"#/trajectory?{STEP}&id=group%3D0%2Frollout%3D2&view=tokens&color=logprob", ".t"),
+    "branches": (f"#/trajectory?{STEP}&id=group%3D1%2Frollout%3D0%2Fbranch%3D1", ".tree a"),
+    "siblings": (f"#/group?{STEP}&group=0", ".turn-cell"),
+    "fork": (f"#/fork?{STEP}&id=group%3D0%2Frollout%3D2&turn=2", ".turn-cell"),
+    "time": (f"#/time?{STEP}", ".gantt-row"),
 }
-READY = {
-    "overview": ".chart",
-    "table": ".table .row a",
-    "conversation": ".message",
-    "tokens": ".t",
-    "branches": ".tree a",
-    "siblings": ".turn-cell",
-    "fork": ".turn-cell",
-    "time": ".gantt-row",
-}
+"""Address of each page, and what it shows once it is drawn."""
 
 
 def open_page(page: Any, url: str, name: str) -> None:
     """Open a page and wait until the whole run has been loaded and drawn."""
-    page.goto(url + PAGES[name])
+    address, ready = PAGES[name]
+    page.goto(url + address)
     page.locator("main[aria-busy=false]").wait_for()
-    page.locator(READY[name]).first.wait_for()
+    page.locator(ready).first.wait_for()
     page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
@@ -130,9 +133,9 @@ def test_leaving_a_trajectory_while_it_loads_does_not_change_the_next_address(
     open_page(page, small_viewer.url, "table")
     held: list[Any] = []
     page.route("**/api/trajectory?*group%3D2*", lambda route: held.append(route))
-    page.goto(small_viewer.url + PAGES["conversation"])
+    page.goto(small_viewer.url + PAGES["conversation"][0])
     page.locator(".trajectory-content", has_text="Loading").wait_for()
-    page.goto(small_viewer.url + PAGES["tokens"])
+    page.goto(small_viewer.url + PAGES["tokens"][0])
     page.locator(".t").first.wait_for()
     with page.expect_response("**/api/trajectory?*group%3D2*"):
         held[0].continue_()
@@ -172,13 +175,10 @@ def test_data_of_a_run_never_becomes_markup(page: Any, small_viewer: Viewer) -> 
     page.locator(".why", has_text="<img src=x").wait_for()
 
 
-def test_siblings_are_shown_side_by_side_with_their_first_difference(page: Any, small_viewer: Viewer) -> None:
+def test_siblings_differ_from_a_turn_on_and_the_straggler_is_named(page: Any, small_viewer: Viewer) -> None:
     open_page(page, small_viewer.url, "siblings")
     page.locator("main", has_text="the first difference is in turn 1").wait_for()
     assert page.locator(".sibling-head").count() == 4
-
-
-def test_the_straggler_is_named_and_linked(page: Any, small_viewer: Viewer) -> None:
     open_page(page, small_viewer.url, "time")
     name = page.locator(".gantt-name").first.inner_text()
     page.locator(".summary", has_text=f"The last to end was {name}").wait_for()
@@ -241,3 +241,176 @@ def test_the_theme_can_be_switched(page: Any, small_viewer: Viewer) -> None:
     page.get_by_label("Colours: system").click()
     page.get_by_label("Colours: light").click()
     assert page.evaluate(background) != light
+
+
+PLACES = "[...document.querySelectorAll('.chart, .tokens')].map((e) => [e.offsetTop, e.offsetHeight]).join()"
+COLOUR = "document.querySelector('input[name=color]:checked').value"
+
+
+def test_texts_and_reward_parts_are_columns_that_can_be_filtered(page: Any, small_viewer: Viewer) -> None:
+    open_page(page, small_viewer.url, "table")
+    headings = page.locator(".head-row .cell").all_inner_texts()
+    assert headings[2:7] == ["trajectory", "prompt", "last answer", "target", "reward"]
+    assert headings[7:8] == ["acc"]
+    assert headings.count("turns") == 1
+    page.locator(".row .cell", has_text="On which shelf is the part?").first.wait_for()
+    page.get_by_label("Filter target").fill("42")
+    page.locator(".summary", has_text="0 of 102").wait_for()
+    page.get_by_label("Filter target").fill("=41")
+    page.get_by_label("Filter acc").fill("1")
+    page.locator(".summary", has_text=re.compile("^102 trajectories")).wait_for()
+    page.get_by_label("Filter last answer").fill("!shelf 41")
+    page.locator(".summary", has_text="0 of 102").wait_for()
+
+
+def test_pointing_at_charts_and_tokens_moves_nothing(page: Any, small_viewer: Viewer) -> None:
+    open_page(page, small_viewer.url, "overview")
+    page.locator(".finding").first.wait_for()
+    before = page.evaluate(PLACES)
+    for chart in page.locator(".chart svg").all()[:6]:
+        chart.hover(position={"x": 120, "y": 60})
+        assert page.evaluate(PLACES) == before
+    open_page(page, small_viewer.url, "tokens")
+    before = page.evaluate(PLACES)
+    for kind in (".t.mask-0", ".t:not(.mask-0)"):
+        page.locator(kind).first.hover()
+        page.locator(".token-details", has_text="position").wait_for()
+        assert page.evaluate(PLACES) == before
+
+
+def test_the_address_names_the_colours_of_this_and_the_next_trajectory(
+    page: Any, small_viewer: Viewer
+) -> None:
+    open_page(page, small_viewer.url, "tokens")
+    assert page.evaluate(COLOUR) == "logprob"
+    page.evaluate("location.hash = location.hash.replace('logprob', 'mask')")
+    page.locator(".t.mask-1").first.wait_for()
+    assert page.evaluate(COLOUR) == "mask"
+    page.get_by_text("Weights", exact=True).click()
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("]")
+    page.locator(".sibling[aria-current] .sibling-name", has_text="3").wait_for()
+    page.locator(".t.version-0").first.wait_for()
+    assert page.evaluate(COLOUR) == "version"
+    assert "color=version" in page.url
+
+
+def test_a_token_without_a_log_prob_of_the_trainer_says_why(page: Any, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", num_steps=1)
+    (row,) = trajectory_rows(2, group=0, rollout=0, random=np.random.default_rng(0))
+    validation = {**row, "split": "val", "train_logprobs": None, "advantages": None, "advantage": None}
+    write_rows(run / "trajectories" / "val-000002.parquet", [validation], step=2, split="val")
+    with viewing(run) as viewer:
+        for step, mask, reason in (
+            ("split=train&step=1", 0, "the model did not sample this token"),
+            ("split=val&step=2", 1, "trajectories of val are not trained on"),
+        ):
+            page.goto(f"{viewer.url}#/trajectory?{step}&id=group%3D0%2Frollout%3D0&view=tokens&color=mask")
+            page.locator(f".t.mask-{mask}").first.hover()
+            page.locator(".token-details", has_text=reason).wait_for()
+
+
+def test_table_curves_and_groups_of_a_running_run_grow(page: Any, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", num_steps=2)
+    group = [
+        r for n in range(2) for r in trajectory_rows(9, group=0, rollout=n, random=np.random.default_rng(n))
+    ]
+    with viewing(run) as viewer:
+        open_page(page, viewer.url, "overview")
+        page.locator(".chart", has_text="step 2").first.wait_for()
+        page.locator("details.more summary", has_text="Other metrics").click()
+        page.locator("details.more .chart").first.wait_for()
+        write_rows(run / "trajectories" / "train-000009.parquet", group, step=9)
+        add_step(run, step=10)
+        page.locator(".chart", has_text="step 10").first.wait_for()
+        page.locator("details.more[open] .chart", has_text="step 10").first.wait_for()
+        page.locator(".figure", has_text="53").wait_for()
+        page.goto(f"{viewer.url}#/group?split=train&step=9&group=0")
+        page.locator("main", has_text="2 siblings").wait_for()
+        more = trajectory_rows(9, group=0, rollout=2, random=np.random.default_rng(5))
+        write_rows(run / "trajectories" / "train-000009.parquet", [*group, *more], step=9)
+        page.locator("main", has_text="3 siblings").wait_for()
+        page.locator(".sibling-head").nth(2).wait_for()
+
+
+def test_rows_in_sight_stay_in_place_while_the_table_grows(page: Any, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", num_steps=6)
+    with viewing(run) as viewer:
+        open_page(page, viewer.url, "table")
+        page.evaluate("document.querySelector('.table').scrollTop = 40 * 27")
+        top = "document.elementFromPoint(150, 240).closest('.row').innerText"
+        page.locator("#row-45").wait_for()
+        before = page.evaluate(top)
+        add_step(run, step=7)
+        page.locator(".summary", has_text="119 trajectories").wait_for()
+        page.wait_for_function(f"{top} === {json.dumps(before)}")
+
+
+def test_a_file_of_json_lines_opens_like_a_run(page: Any, tmp_path: Path, run_folder: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    write_lines(path, [sample_of(group, 0, True) for group in range(3)], split="rollout")
+    with viewing(path) as viewer:
+        page.goto(f"{viewer.url}{PAGES['table'][0]}")
+        page.locator(".summary", has_text="3 trajectories").wait_for()
+        page.locator(".row .cell", has_text=prompt_of(2)).first.wait_for()
+        page.locator(".table .row a").nth(2).click()
+        page.locator(".message", has_text="Part 2 is on shelf 2.").first.wait_for()
+        page.get_by_role("tab", name="Tokens").click()
+        page.locator(".t").first.wait_for()
+        shoot(page, "json-lines")
+
+
+FRAME_MS = 50.0
+"""Limit of the page thread's work per frame. The frame time itself depends on other load of the machine."""
+
+NUM_FRAMES = 120
+SCROLLING = """async (selector) => {
+  const element = document.querySelector(selector);
+  const frames = [];
+  const end = element.scrollHeight - element.clientHeight;
+  let before = performance.now();
+  for (let part = 1; part <= 120; part++) { // half of them near by, half of them from one end to the other
+    element.scrollTop = part < 60 ? part * 300 : (end * part) / 120;
+    await new Promise(requestAnimationFrame);
+    const now = performance.now();
+    frames.push(now - before);
+    before = now;
+  }
+  frames.sort((a, b) => a - b);
+  return { median: frames[60], slow: frames[114], worst: frames[119] };
+}"""
+
+
+def scroll(page: Any, selector: str) -> tuple[dict[str, float], float]:
+    """Return the frame times during scrolling, and the page thread's work per frame, in ms."""
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def work_s() -> float:
+        metrics = session.send("Performance.getMetrics")["metrics"]
+        return next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")
+
+    before = work_s()
+    frames = {name: round(value) for name, value in page.evaluate(SCROLLING, selector).items()}
+    return frames, 1000 * (work_s() - before) / NUM_FRAMES
+
+
+@pytest.mark.timeout(600)
+def test_a_hundred_thousand_tokens_scroll_smoothly(page: Any, long_run: Path) -> None:
+    with viewing(long_run) as viewer:
+        started = time.monotonic()
+        page.goto(
+            f"{viewer.url}#/trajectory?split=train&step=1&id=group%3D0%2Frollout%3D0&view=tokens&color=difference"
+        )
+        page.locator(".t").first.wait_for()
+        first_paint_s = time.monotonic() - started
+        frames, work_ms = scroll(page, ".tokens")
+        num_elements = page.evaluate("document.querySelectorAll('*').length")
+        print(f"\nfirst paint {first_paint_s:.2f} s, {num_elements} elements")
+        print(f"frames of scrolling {frames} ms, {work_ms:.1f} ms of work in each")
+        assert work_ms < FRAME_MS
+        assert num_elements < 10_000
+        page.goto(page.url.replace("&token=", "&x=") + "&token=99000")
+        page.reload()
+        page.locator(".at-cursor").first.wait_for()
+        assert "99,000" in page.locator(".token-details").inner_text().replace("99000", "99,000")
