@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from agent_loop.recording.values import unpack
-from agent_loop.rollout.journal import HEADER, StepKey, framed, open_journal, read_records
+from agent_loop.rollout.journal import FRAME_BYTES, HEADER, StepKey, framed, open_journal, read_records
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import Trajectory
@@ -26,9 +26,7 @@ def run_journaled(
 
     found: list[Trajectory] = []
 
-    async def scenario() -> (
-        None
-    ):  # asyncio formats the result of its main task, which is slow for trajectories
+    async def scenario() -> None:  # (asyncio formats a result, which is slow for trajectories)
         async with open_journal(path, key=key_of(rows), rows=rows, resume=resume, refuse=refuse) as journal:
             outcome = journal.outcome()
             if outcome is not None:
@@ -51,6 +49,15 @@ def key_of(rows: Rows, **settings: Any) -> StepKey:
 def records_of(data: bytes) -> list[dict[str, Any]]:
     """Return the records of a journal."""
     return [unpack(payload) for payload in read_records(data)[0]]
+
+
+def ends_of_records(data: bytes) -> Iterator[int]:
+    """Return the ends of the header and of each record of a journal."""
+    end = len(HEADER)
+    yield end
+    for payload in read_records(data)[0]:
+        end += len(payload) + FRAME_BYTES
+        yield end
 
 
 def journal_of(payloads: Iterable[bytes]) -> bytes:

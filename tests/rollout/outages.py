@@ -1,4 +1,4 @@
-"""An environment whose server is down for a while, and what its trajectories look like from outside."""
+"""Services that are down for a while: an environment and a simulated user, and the retries that trajectories note."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 from agent_loop.environments.base import Environment, EnvironmentTool, Reply
 from agent_loop.environments.factory import EnvironmentFactory
-from agent_loop.errors import EnvironmentUnavailable
+from agent_loop.errors import EnvironmentUnavailable, InteractionUnavailable
+from agent_loop.interactions.scripted import ScriptedInteraction
 from agent_loop.trajectory import IncidentKind, Trajectory
 from tests.helpers import user
 from tests.rollout.harness import SCHEMA
@@ -78,6 +79,24 @@ class Station(Environment):
 
     def _require(self, method: str) -> None:
         self._outage.require(method, number=self._number)
+
+
+class Line(ScriptedInteraction):
+    """Simulated user whose server is down for the first conversations."""
+
+    def __init__(self, *, num_failures: int) -> None:
+        super().__init__(["Thanks."], name="line")
+        self.num_conversations = 0
+        self._num_failures = num_failures
+
+    async def start_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        await super().start_interaction(instance_id, **kwargs)
+        self.num_conversations += 1
+
+    async def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:
+        if self.num_conversations <= self._num_failures:
+            raise InteractionUnavailable("the simulated user's server is down")
+        return await super().generate_response(instance_id, messages, **kwargs)
 
 
 def station_row(number: int = 0, **columns: Any) -> dict[str, Any]:

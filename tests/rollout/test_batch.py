@@ -1,4 +1,4 @@
-"""Conversion of trajectories to padded tensors and back."""
+"""Conversion of trajectories to padded tensors and back, and trajectories with branches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.errors import DataError
+from agent_loop.loops.base import AgentLoopBase
+from agent_loop.loops.registry import register
+from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.batch import assemble, timing_metrics
 from agent_loop.trajectory import AgentLoopMetrics, AgentLoopOutput, Segment, Trajectory
-from agent_loop.types import Origin, StopReason, as_token_ids
+from agent_loop.types import Origin, StopReason, ToolCall, as_token_ids
 from tests.harness import examples
+from tests.helpers import encoded, text_reply, tool_call_reply, user
+from tests.rollout.harness import Adder, WorkerHarness
 
 PAD = 99
 
@@ -36,24 +41,12 @@ def trajectory(
     segments = [Segment(as_token_ids([1, 2, 3] if prompt is None else prompt), Origin.PROMPT)]
     for version, (origin, ids) in enumerate(response or []):
         logprobs = np.array([-0.5 - i for i in ids], np.float32) if has_logprobs else None
-        segments.append(
-            Segment(as_token_ids(ids), origin, logprobs, version)
-            if origin is Origin.MODEL
-            else Segment(as_token_ids(ids), origin)
-        )
-    return Trajectory(
-        output=AgentLoopOutput(
-            segments=segments,
-            stop_reason=StopReason.ANSWERED,
-            metrics=metrics,
-            extra_fields=extra_fields,
-        ),
-        row={},
-        group=group,
-        rollout=rollout,
-        reward=reward,
-        reward_extra=reward_extra or {},
+        sampled = (logprobs, version) if origin is Origin.MODEL else ()
+        segments.append(Segment(as_token_ids(ids), origin, *sampled))
+    output = AgentLoopOutput(
+        segments=segments, stop_reason=StopReason.ANSWERED, metrics=metrics, extra_fields=extra_fields
     )
+    return Trajectory(output, {}, group, rollout, reward=reward, reward_extra=reward_extra or {})
 
 
 tokens = st.lists(st.integers(0, 98), max_size=6)
@@ -115,41 +108,31 @@ def test_a_batch_that_is_mostly_padding_has_the_same_values_and_is_writable() ->
     both = [trajectory(response=[(Origin.MODEL, [4, 5]), (Origin.TOOL, [6])]), trajectory(prompt=[7])]
     narrow = assemble(both, pad_token_id=PAD)
     wide = assemble(both, pad_token_id=PAD, prompt_width=3, response_width=2**18)
-
     for name in ("input_ids", "attention_mask", "position_ids", "response_mask", "rollout_log_probs"):
-        width = narrow[name].shape[1]
+        width, fill = narrow[name].shape[1], PAD if name == "input_ids" else 0
         assert torch.equal(wide[name][:, :width], narrow[name])
-        assert (wide[name][:, width:] == (PAD if name == "input_ids" else 0)).all()
+        assert (wide[name][:, width:] == fill).all()
         wide[name][1, width:] += 1
         assert torch.equal(wide[name][0, :width], narrow[name][0])
-        assert (wide[name][1, width:] == (PAD + 1 if name == "input_ids" else 1)).all()
+        assert (wide[name][1, width:] == fill + 1).all()
 
 
-def test_columns_have_the_types_that_trainers_expect() -> None:
+def test_columns_have_the_types_that_trainers_expect_and_an_empty_batch_has_them_too() -> None:
     batch = assemble([trajectory(response=[(Origin.MODEL, [4, 5])])], pad_token_id=PAD)
-
     for name in ("prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids"):
         assert batch[name].dtype == torch.int64
         assert batch[name].is_contiguous()
     assert batch["rollout_log_probs"].dtype == torch.float32
     assert batch["weight_versions"].dtype == torch.int32
     assert batch["is_scored"].dtype == torch.bool
-
-
-def test_an_empty_batch_has_every_column() -> None:
-    batch = assemble([], pad_token_id=PAD)
-
-    assert batch.batch_size == torch.Size([0])
-    assert batch["input_ids"].shape == (0, 0)
-    assert list(batch["stop_reason"]) == []
+    empty = assemble([], pad_token_id=PAD)
+    assert empty.batch_size == torch.Size([0])
+    assert empty["input_ids"].shape == (0, 0)
+    assert list(empty["stop_reason"]) == []
 
 
 def test_the_logprob_column_is_omitted_if_one_trajectory_has_no_logprobs() -> None:
-    rows = [
-        trajectory(response=[(Origin.MODEL, [4])]),
-        trajectory(response=[(Origin.MODEL, [5])], has_logprobs=False),
-    ]
-
+    rows = [trajectory(response=[(Origin.MODEL, [4])], has_logprobs=has_them) for has_them in (True, False)]
     assert "rollout_log_probs" not in assemble(rows, pad_token_id=PAD)
     assert "rollout_log_probs" in assemble(rows[:1], pad_token_id=PAD)
 
@@ -159,9 +142,7 @@ def test_object_columns_come_from_all_rows_with_none_for_missing_values() -> Non
         trajectory(reward_extra={"accuracy": 1.0}),
         trajectory(rollout=1, extra_fields={"notes": ["a", "b"], "reward": 3}, reward_extra={"reward": 4}),
     ]
-
     batch = assemble(rows, pad_token_id=PAD)
-
     assert list(batch["accuracy"]) == [1.0, None]
     assert list(batch["notes"]) == [None, ["a", "b"]]
     assert list(batch["reward_extra.reward"]) == [None, 4]
@@ -172,32 +153,110 @@ def test_object_columns_come_from_all_rows_with_none_for_missing_values() -> Non
 
 def test_the_error_for_a_row_over_the_fixed_width_names_the_row() -> None:
     rows = [trajectory(), trajectory(group=7, rollout=2, response=[(Origin.MODEL, [1, 2, 3])])]
-
-    with pytest.raises(
-        DataError, match=r"response of group=7/rollout=2 has 3 tokens.*width of 2.*response_length"
-    ):
+    of_response = r"response of group=7/rollout=2 has 3 tokens.*width of 2.*response_length"
+    with pytest.raises(DataError, match=of_response):
         assemble(rows, pad_token_id=PAD, response_width=2)
     with pytest.raises(DataError, match=r"prompt of group=0/rollout=0 has 3 tokens"):
         assemble(rows, pad_token_id=PAD, prompt_width=2)
 
 
 def test_the_timing_names_the_row_that_took_longest_in_generation_and_tools() -> None:
-    rows = [
-        trajectory(metrics=AgentLoopMetrics(generate_sequences=2.0, tool_calls=0.5)),
-        trajectory(
-            prompt=[1, 2],
-            response=[(Origin.MODEL, [1, 2, 3, 4])],
-            metrics=AgentLoopMetrics(generate_sequences=1.0, tool_calls=3.0, num_preempted=2),
-        ),
-    ]
-
+    short, long = (
+        AgentLoopMetrics(generate_sequences=2.0, tool_calls=0.5),
+        AgentLoopMetrics(generate_sequences=1.0, tool_calls=3.0, num_preempted=2),
+    )
+    response = [(Origin.MODEL, [1, 2, 3, 4])]
+    rows = [trajectory(metrics=short), trajectory(prompt=[1, 2], response=response, metrics=long)]
     metrics = timing_metrics(rows)
-
-    assert metrics["agent_loop/generate_sequences/min"] == 1.0
-    assert metrics["agent_loop/generate_sequences/max"] == 2.0
-    assert metrics["agent_loop/tool_calls/mean"] == 1.75
-    assert metrics["agent_loop/num_preempted/max"] == 2.0
-    assert metrics["agent_loop/slowest/tool_calls"] == 3.0
-    assert metrics["agent_loop/slowest/prompt_length"] == 2.0
-    assert metrics["agent_loop/slowest/response_length"] == 4.0
+    expected = {
+        "generate_sequences/min": 1.0,
+        "generate_sequences/max": 2.0,
+        "tool_calls/mean": 1.75,
+        "num_preempted/max": 2.0,
+        "slowest/tool_calls": 3.0,
+        "slowest/prompt_length": 2.0,
+        "slowest/response_length": 4.0,
+    }
+    assert {name: metrics[f"agent_loop/{name}"] for name in expected} == expected
     assert timing_metrics([]) == {}
+
+
+# -- branches ----------------------------------------------------------------------------------------------------------
+
+
+@register("best_of_two")
+class BestOfTwo(AgentLoopBase):
+    """Loop that samples one shared turn and then two answers in branches."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
+        async with self.episode(row["raw_prompt"]) as episode:
+            await episode.generate(sampling_params)
+            await episode.observe(user("go on"))
+            async with episode.branch() as other:
+                await other.generate(sampling_params)
+                second = other.output()
+            await episode.generate(sampling_params)
+            return [episode.output(), second]
+
+
+@register("tools_in_branches")
+class ToolsInBranches(AgentLoopBase):
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
+        add = ToolCall("add", {"a": 1, "b": 2})
+        async with self.episode(row["raw_prompt"], tools=self.context.tools) as episode:
+            await episode.generate(sampling_params)
+            await episode.call_tools([add])
+            async with episode.branch() as other:
+                await other.call_tools([add])
+                await other.finish()
+            await episode.finish()
+            return [episode.output(), other.output()]
+
+
+def run_best_of_two(reward: Any = lambda output, row: 1.0) -> tuple[list[Trajectory], WorkerHarness]:
+    replies = (text_reply(f"answer {number}") for number in range(3))
+    harness = WorkerHarness(lambda _: next(replies), agent="best_of_two", reward=RewardFunction(reward, timeout_s=1))
+    return harness.run([{"raw_prompt": user("?")}]), harness
+
+
+def test_a_loop_may_return_branches_that_share_the_segments_of_their_prefix() -> None:
+    (first, second), harness = run_best_of_two()
+    names = [trajectory.trajectory_id for trajectory in (first, second)]
+    assert names == [f"group=0/rollout=0/branch={branch}" for branch in range(2)]
+    assert (first.output.answer, second.output.answer) == ("answer 2", "answer 1")
+    assert first.output.stop_reason is second.output.stop_reason is StopReason.ANSWERED
+    assert [m["role"] for m in second.output.messages] == ["user", "assistant"] * 2
+    pairs = zip(first.output.segments, second.output.segments, strict=True)
+    assert [a is b for a, b in pairs] == [True, True, True, False]
+    shared, of_branch, *_ = harness.server.requests
+    record = np.concatenate([s.token_ids for s in second.output.segments]).tolist()
+    assert record[: len(of_branch.prompt_ids)] == of_branch.prompt_ids.tolist()
+    assert of_branch.request_id != shared.request_id
+
+
+@pytest.mark.parametrize("is_first_scored", [True, False])
+def test_tokens_shared_by_branches_are_trained_once_in_the_first_branch_with_a_reward(
+    is_first_scored: bool,
+) -> None:
+    def reward(output: AgentLoopOutput, row: Any) -> float:
+        if output.answer == "answer 2" and not is_first_scored:
+            raise ValueError
+        return 1.0
+
+    trajectories, _ = run_best_of_two(reward)
+    assert [t.reward for t in trajectories] == [1.0 if is_first_scored else None, 1.0]
+    batch = assemble(trajectories, pad_token_id=0)
+    shared, own = (len(encoded(f"answer {number}<|im_end|>")) for number in range(2))
+    of_second = own if is_first_scored else shared + own
+    assert batch["response_mask"].sum(dim=1).tolist() == [shared + own, of_second]
+    assert batch["group"].tolist() == batch["rollout"].tolist() == [0, 0]
+    assert batch["branch"].tolist() == [0, 1]
+
+
+def test_each_branch_has_its_own_tool_instances_and_all_are_released() -> None:
+    tool, script = Adder(), [tool_call_reply("add", a=1, b=2)]
+    harness = WorkerHarness(script, agent="tools_in_branches", tools=[tool])
+    first, second = harness.run([{"raw_prompt": user("?")}])
+    assert (tool.num_created, tool.num_released) == (2, 2)
+    assert first.output.response_segments[0] is second.output.response_segments[0]
+    assert [s.origin for s in second.output.response_segments] == [Origin.MODEL]

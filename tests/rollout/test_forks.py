@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from agent_loop.config import Config, RolloutConfig
+from agent_loop.config import RolloutConfig
 from agent_loop.config.training import ForkConfig
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.interactions.scripted import ScriptedInteraction
@@ -25,7 +25,7 @@ from agent_loop.rollout.forks import (
     find_forks,
     refuse_forks,
 )
-from agent_loop.rollout.jobs import JobFactory
+from agent_loop.rollout.jobs import Job, JobFactory
 from agent_loop.rollout.journal import StepKey, open_journal
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.runtime.concurrency import run_while
@@ -68,9 +68,9 @@ class Seeded(Adder):
 class Runs:
     """Rollouts of a worker, and continuations of them, with a different completion for every request."""
 
-    def __init__(self, *, tool: Adder | None = None, seed: int = 0) -> None:
-        self.script = RandomScript(seed=seed)
-        self.tool = tool or Seeded()
+    def __init__(self) -> None:
+        self.script = RandomScript(seed=0)
+        self.tool = Seeded()
         self.harness = WorkerHarness(
             self.script, tools=[self.tool], reward=RewardFunction(reward, timeout_s=None)
         )
@@ -78,13 +78,13 @@ class Runs:
 
     def mains(self, num_rows: int = 2) -> list[Trajectory]:
         rows = [{"raw_prompt": user(f"question {number}")} for number in range(num_rows)]
-        jobs = self.jobs.make(rows, n=2, validate=False, label="step=1")
-        return run_virtual(self.harness.worker.run(jobs))
+        return run_virtual(self.harness.worker.run(self.jobs.make(rows, n=2, validate=False, label="step=1")))
+
+    def jobs_of(self, forks: Sequence[Fork], *, n: int = 2) -> list[Job]:
+        return self.jobs.make_forks(forks, n=n, label="step=1/forks")
 
     def continued(self, forks: Sequence[Fork], *, n: int = 2) -> list[Trajectory]:
-        jobs = self.jobs.make_forks(forks, n=n, label="step=1/forks")
-        found = run_virtual(self.harness.worker.run(jobs))
-        return found
+        return run_virtual(self.harness.worker.run(self.jobs_of(forks, n=n)))
 
 
 def forks_of(trajectories: Sequence[Trajectory], config: ForkConfig = EVERY) -> list[Fork]:
@@ -124,59 +124,47 @@ def test_a_continuation_shares_the_tokens_before_the_fork_and_samples_the_others
 def test_calls_before_the_fork_run_again_as_the_tool_declares(on_replay: OnReplay, num_replayed: int) -> None:
     runs = Runs()
     runs.tool.on_replay = on_replay
-    mains = runs.mains(num_rows=1)[:1]
-    forks = forks_of(mains)
+    forks = forks_of(runs.mains(num_rows=1)[:1])
     runs.tool.executed.clear()
     runs.continued(forks, n=1)
-    live = 1 + 0
-    assert len(runs.tool.executed) == num_replayed + live
+    assert len(runs.tool.executed) == num_replayed + 1  # and one call after the first fork
 
 
 def test_a_continuation_has_the_seed_of_its_trajectory_for_tools_and_its_own_for_completions() -> None:
-    tool = Seeded()
-    runs = Runs(tool=tool)
+    runs = Runs()
     mains = runs.mains()
-    seeds = list(tool.seeds)
-    tool.seeds.clear()
+    seeds = list(runs.tool.seeds)
+    runs.tool.seeds.clear()
     forks = forks_of(mains[-1:])
-
     runs.continued(forks)
-
     assert len(set(seeds)) == len(mains)
-    assert len(set(tool.seeds)) == 1
-    assert tool.seeds[0] in seeds
-    jobs = runs.jobs.make_forks(forks, n=2, label="step=1/forks")
+    [seed] = set(runs.tool.seeds)
+    assert seed in seeds
+    jobs = runs.jobs_of(forks)
     assert len({job.seed for job in jobs}) == len(jobs)
 
 
 def test_a_continuation_that_was_not_scored_or_differs_before_the_fork_is_left_out() -> None:
     runs = Runs()
     forks = forks_of(runs.mains(num_rows=1)[:1])
-    continuations = runs.continued(forks)
-    unscored = structs.replace(continuations[0], reward=None)
-    prompt, *others = continuations[1].output.segments
+    first, second, *rest = runs.continued(forks)
+    prompt, *others = second.output.segments
     changed = structs.replace(prompt, token_ids=prompt.token_ids + 1)
-    output = replace(continuations[1].output, segments=[changed, *others])
-    differs = structs.replace(continuations[1], output=output)
-
-    branches = as_branches(forks, [unscored, differs, *continuations[2:]])
-
+    differs = structs.replace(second, output=replace(second.output, segments=[changed, *others]))
+    branches = as_branches(forks, [structs.replace(first, reward=None), differs, *rest])
     assert [branch.branch for branch in branches] == [1, 2]
     assert {branch.output.extra_fields[FORKED_TURN] for branch in branches} == {2}
 
 
 def test_the_cost_counts_the_tokens_that_were_sampled_anew() -> None:
     runs = Runs()
-    mains = runs.mains(num_rows=1)
-    forks = forks_of(mains)
+    forks = forks_of(runs.mains(num_rows=1))
     continuations = runs.continued(forks)
-    branches = as_branches(forks, continuations)
-    metrics = fork_metrics(forks, continuations, branches[1:])
-    own = sum(
+    metrics = fork_metrics(forks, continuations, as_branches(forks, continuations)[1:])
+    assert metrics["forks/model_tokens"] == sum(
         c.output.num_model_tokens - sum(len(s) for s in forks[c.group].shared if s.origin is Origin.MODEL)
         for c in continuations
     )
-    assert metrics["forks/model_tokens"] == own
     assert metrics["forks/states"] == len(forks)
     assert metrics["forks/lost_share"] == pytest.approx(1 / len(continuations))
 
@@ -197,7 +185,7 @@ def test_the_journal_keeps_continuations_that_ended_and_runs_the_others_again(tm
                 crash.set()
 
         async with open_journal(tmp_path / "forks.journal", key=key, rows=rows, resume=True) as journal:
-            ended, jobs = journal.divide(runs.jobs.make_forks(forks, n=2, label="step=1/forks"))
+            ended, jobs = journal.divide(runs.jobs_of(forks))
             found += ended
             await run_while(runs.harness.worker.run(jobs, on_trajectory=note), condition=crash.wait())
         return sorted(found, key=lambda t: (t.group, t.rollout))
@@ -216,15 +204,14 @@ def test_the_journal_keeps_continuations_that_ended_and_runs_the_others_again(tm
 # -- the choice of states ----------------------------------------------------------------------------------------------
 
 
-def output_of(*turns: Sequence[float], has_logprobs: bool = True, **options: Any) -> AgentLoopOutput:
+def output_of(
+    *turns: Sequence[float], has_logprobs: bool = True, extras: Mapping[str, Any] | None = None
+) -> AgentLoopOutput:
     segments = [Segment(as_token_ids([3]), Origin.PROMPT)]
     for logprobs in turns:
         values = np.array(logprobs, np.float32) if has_logprobs else None
-        segments.append(
-            Segment(
-                as_token_ids([5] * len(logprobs)), Origin.MODEL, values, 0, extras=options.get("extras", {})
-            )
-        )
+        ids = as_token_ids([5] * len(logprobs))
+        segments.append(Segment(ids, Origin.MODEL, values, 0, extras=extras or {}))
         segments.append(Segment(as_token_ids([6]), Origin.TOOL))
     return AgentLoopOutput(segments=segments)
 
@@ -249,8 +236,8 @@ SURE, UNSURE, LOST = [-0.1, -0.1], [-0.1, -0.9], [-2.0, -2.0]
 def test_states_are_chosen_before_uncertain_turns_or_regularly(
     settings: dict[str, Any], states: list[int]
 ) -> None:
-    output = output_of(LOST, SURE, LOST, SURE)
-    assert chosen_states(output, ForkConfig.model_validate(settings)) == states
+    config = ForkConfig.model_validate(settings)
+    assert chosen_states(output_of(LOST, SURE, LOST, SURE), config) == states
 
 
 def test_equally_uncertain_turns_are_chosen_from_the_first_on_and_forced_tokens_do_not_count() -> None:
@@ -260,16 +247,14 @@ def test_equally_uncertain_turns_are_chosen_from_the_first_on_and_forced_tokens_
 
 
 def test_the_choice_of_uncertain_turns_needs_logprobs() -> None:
+    output = output_of(SURE, SURE, has_logprobs=False)
     with pytest.raises(DataError, match=r"algorithm\.fork\.choice=every"):
-        chosen_states(output_of(SURE, SURE, has_logprobs=False), ForkConfig())
-    assert chosen_states(output_of(SURE, SURE, has_logprobs=False), EVERY) == [1]
+        chosen_states(output, ForkConfig())
+    assert chosen_states(output, EVERY) == [1]
 
 
-def test_failed_unscored_and_short_trajectories_are_not_forked_and_branches_are_counted_with_a_reason() -> (
-    None
-):
-    runs = Runs()
-    main = runs.mains(num_rows=1)[0]
+def test_failed_unscored_and_short_trajectories_are_not_forked_and_branches_are_counted() -> None:
+    main = Runs().mains(num_rows=1)[0]
     failed = replace(main.output, stop_reason=StopReason.FAILED)
     short = Trajectory(output_of(SURE), main.row, 0, 0, reward=1.0, reward_extra={})
     quiet = [structs.replace(main, reward=None), structs.replace(main, output=failed), short]
@@ -301,38 +286,29 @@ def test_a_tool_or_an_interaction_whose_state_cannot_be_restored_is_refused_by_n
         refuse_forks(context, has_batch_reward=True)
 
 
-def test_a_manager_continues_trajectories_of_its_own_runs() -> None:
+async def test_a_manager_continues_trajectories_of_its_own_runs() -> None:
     def script(request: ScriptedRequest) -> ScriptedReply:
-        if len(encoded("<tool_response>")) and encoded("<tool_response>")[0] in request.prompt_ids:
+        if encoded("<tool_response>")[0] in request.prompt_ids:
             return ScriptedReply(encoded(f"done {request.sampling_params.seed}<|im_end|>"))
         return tool_call_reply("multiply", a=1, b=2)
 
-    config = Config.model_validate(
-        {
-            "rollout": {
-                "prompt_length": 800,
-                "response_length": 200,
-                "agent": {"default_agent_loop": "tool_agent", "num_workers": 2},
-                "multi_turn": {"tools": ["examples.chain.task:multiply"], "format": "hermes"},
-            }
-        }
-    )
-
-    async def scenario() -> None:
-        manager = AgentLoopManager(
-            config.rollout, servers=[ScriptedServer(script)], template=hermes_template()
-        )
-        async with manager:
-            manager.check_forks()
-            mains = await manager.run([{"raw_prompt": user("1 + 1?")}], n=2, label="step=1")
-            mains = [structs.replace(main, reward=1.0) for main in mains]
-            forks = forks_of(mains)
-            seen: list[Trajectory] = []
-            found = await manager.run_forks(forks, n=3, label="step=1/forks", on_trajectory=seen.append)
-            assert len(found) == len(seen) == 6
-            assert [(t.group, t.rollout) for t in found] == [(g, r) for g in range(2) for r in range(3)]
-            assert all(t.output.failure is None for t in found)
-            scored = [structs.replace(t, reward=0.0) for t in found]
-            assert len(as_branches(forks, scored)) == 6
-
-    asyncio.run(scenario())
+    settings = {
+        "prompt_length": 800,
+        "response_length": 200,
+        "agent": {"default_agent_loop": "tool_agent", "num_workers": 2},
+        "multi_turn": {"tools": ["examples.chain.task:multiply"], "format": "hermes"},
+    }
+    config = RolloutConfig.model_validate(settings)
+    async with AgentLoopManager(
+        config, servers=[ScriptedServer(script)], template=hermes_template()
+    ) as manager:
+        manager.check_forks()
+        mains = await manager.run([{"raw_prompt": user("1 + 1?")}], n=2, label="step=1")
+        forks = forks_of([structs.replace(main, reward=1.0) for main in mains])
+        seen: list[Trajectory] = []
+        found = await manager.run_forks(forks, n=3, label="step=1/forks", on_trajectory=seen.append)
+        assert len(seen) == 6
+        assert [(t.group, t.rollout) for t in found] == [(g, r) for g in range(2) for r in range(3)]
+        assert all(t.output.failure is None for t in found)
+        scored = [structs.replace(t, reward=0.0) for t in found]
+        assert len(as_branches(forks, scored)) == 6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +22,26 @@ from agent_loop.rollout.journal import (
     HEADER,
     JournalFolder,
     JournalWriter,
-    StepKey,
     open_journal,
     read_records,
 )
 from agent_loop.runtime.instances import OnReplay
-from agent_loop.testing import run_virtual
 from agent_loop.types import StopReason
 from tests.harness import examples
 from tests.helpers import user
 from tests.rollout.harness import Adder, WorkerHarness
-from tests.rollout.journaled import RandomScript, journal_of, key_of, records_of, run_journaled
+from tests.rollout.journaled import RandomScript, Rows, journal_of, key_of, records_of, run_journaled
 from tests.rollout.test_journal_replay import ROWS, facts, first_run, make_harness
 
 plain = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**63)
-    | st.floats(allow_nan=False)
-    | st.text()
-    | st.binary(),
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**63), 2**63),
+        st.floats(allow_nan=False),
+        st.text(),
+        st.binary(),
+    ),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=12,
 )
@@ -92,21 +93,20 @@ def test_a_changed_byte_is_detected_and_its_record_is_named(
         read_records(bytes(whole))
 
 
-def test_a_file_that_is_not_a_journal_is_refused_and_not_changed(tmp_path: Path) -> None:
-    path = tmp_path / "j"
-    path.write_bytes(b"something else entirely, and long enough to be anything")
-    with pytest.raises(JournalError, match="is not a journal"):
-        run_journaled(path, make_harness(1)[0], ROWS, resume=True)
-    assert path.read_bytes().startswith(b"something else")
-
-
-def test_a_damaged_journal_is_named_and_not_changed(tmp_path: Path) -> None:
-    data, path = bytearray(first_run()[0]), tmp_path / "j"
-    data[len(data) // 2] ^= 1
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: b"something else entirely, and long enough to be anything", "is not a journal"),
+        (lambda data: HEADER[:28] + b"\x09\0\0\0" + data[len(HEADER) :], "has format 9"),
+        (lambda data: data[:-100] + bytes([data[-100] ^ 1]) + data[-99:], "the journal is damaged at byte"),
+    ],
+)
+def test_a_damaged_journal_is_named_and_not_changed(
+    tmp_path: Path, damage: Callable[[bytes], bytes], message: str
+) -> None:
+    path, data = tmp_path / "j", damage(first_run()[0])
     path.write_bytes(data)
-    with pytest.raises(
-        JournalError, match=r"the journal '.*/j' cannot be read: the journal is damaged at byte"
-    ):
+    with pytest.raises(JournalError, match=rf"the journal '.*/j' cannot be read: .*{message}"):
         run_journaled(path, make_harness(2)[0], ROWS, resume=True)
     assert path.read_bytes() == data
 
@@ -135,42 +135,30 @@ def test_a_once_only_call_starts_after_its_record_is_on_disk(
     assert {t.output.stop_reason for t in trajectories} == {StopReason.ANSWERED}
 
 
-def test_an_empty_journal_is_reported(tmp_path: Path) -> None:
+async def note_of(path: Path, rows: Rows, *, refuse: bool = False, **settings: Any) -> str:
+    """Resume a journal, and return its note."""
+    key = key_of(rows, **settings)
+    async with open_journal(path, key=key, rows=rows, resume=True, refuse=refuse) as journal:
+        return journal.note
+
+
+@pytest.mark.virtual_time
+async def test_an_empty_journal_is_reported(tmp_path: Path) -> None:
     (tmp_path / "j").touch()
-
-    async def note() -> str:
-        async with open_journal(tmp_path / "j", key=key_of(ROWS), rows=ROWS, resume=True) as journal:
-            return journal.note
-
-    assert "has no records; the rollout starts from the beginning" in run_virtual(note())
+    assert "has no records; the rollout starts from the beginning" in await note_of(tmp_path / "j", ROWS)
 
 
-def test_a_journal_of_another_format_is_refused() -> None:
-    with pytest.raises(JournalError, match="has format 9"):
-        read_records(HEADER[:28] + b"\x09\0\0\0")
-
-
-@pytest.mark.parametrize("refuse", [True, False])
-def test_a_journal_of_another_rollout_is_refused_or_replaced_with_a_note(
-    tmp_path: Path, refuse: bool
-) -> None:
-    path, rows = tmp_path / "j", [{"raw_prompt": user("?")}]
-
-    async def scenario(key: StepKey, of: Any) -> str:
-        async with open_journal(path, key=key, rows=of, resume=True, refuse=refuse) as journal:
-            return journal.note
-
-    run_virtual(scenario(key_of(rows, rollout={"temperature": 1.0}), rows))
-    others = [{"raw_prompt": user("!")}]
-    changed = scenario(key_of(others, rollout={"temperature": 0.5}), others)
-    if refuse:
-        with pytest.raises(
-            JournalError, match=r"belongs to another rollout: rollout\.temperature, rows changed"
-        ):
-            run_virtual(changed)
-    else:
-        assert "rollout.temperature, rows changed; the journal is not used" in run_virtual(changed)
-        assert not run_virtual(scenario(key_of(others, rollout={"temperature": 0.5}), others))
+@pytest.mark.virtual_time
+async def test_a_journal_of_another_rollout_is_refused_or_replaced_with_a_note(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    await note_of(path, [{"raw_prompt": user("?")}], rollout={"temperature": 1.0})
+    changed: dict[str, Any] = {"rows": [{"raw_prompt": user("!")}], "rollout": {"temperature": 0.5}}
+    message = r"belongs to another rollout: rollout\.temperature, rows changed"
+    with pytest.raises(JournalError, match=message):
+        await note_of(path, refuse=True, **changed)
+    note = await note_of(path, **changed)
+    assert "rollout.temperature, rows changed; the journal is not used" in note
+    assert not await note_of(path, **changed)
 
 
 def test_a_full_disk_stops_the_rollout_with_an_error_and_leaves_an_intact_journal(tmp_path: Path) -> None:
@@ -188,19 +176,14 @@ def test_a_full_disk_stops_the_rollout_with_an_error_and_leaves_an_intact_journa
     assert len(run_journaled(path, make_harness(2)[0], ROWS, resume=True)) == 5
 
 
-def test_flushed_records_are_in_the_file_and_in_order(tmp_path: Path) -> None:
-    path = tmp_path / "j"
-
-    async def scenario() -> None:
-        async with JournalWriter(path) as writer:
-            for number in range(200):
-                writer.append(pack(number))
-                if number % 7 == 0:
-                    await asyncio.sleep(0)
-            await writer.flushed()
-            assert [unpack(payload) for payload in read_records(path.read_bytes())[0]] == list(range(200))
-
-    asyncio.run(scenario())
+async def test_flushed_records_are_in_the_file_and_in_order(tmp_path: Path) -> None:
+    async with JournalWriter(tmp_path / "j") as writer:
+        for number in range(200):
+            writer.append(pack(number))
+            if number % 7 == 0:
+                await asyncio.sleep(0)
+        await writer.flushed()
+        assert [unpack(each) for each in read_records((tmp_path / "j").read_bytes())[0]] == list(range(200))
 
 
 def test_a_complete_rollout_is_read_without_running_anything(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,15 @@ from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.recording.record import RecordKind
 from agent_loop.rewards.function import RewardFunction
-from agent_loop.rollout.journal import FRAME_BYTES, read_records
 from agent_loop.runtime.instances import OnReplay
-from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
+from agent_loop.servers.scripted import ScriptedReply
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
 from agent_loop.trajectory.codec import decode_completion, from_plain
-from agent_loop.types import Origin, StopReason
+from agent_loop.types import Origin, Row, StopReason
 from tests.harness import examples
 from tests.helpers import text_reply, tool_call_reply, user
 from tests.rollout.harness import Adder, WorkerHarness
-from tests.rollout.journaled import RandomScript, facts, records_of, run_journaled
+from tests.rollout.journaled import RandomScript, ends_of_records, facts, records_of, run_journaled
 
 
 @register("thinks_twice")
@@ -153,56 +152,53 @@ def test_a_journal_cut_at_any_byte_resumes_with_the_recorded_tokens(
     assert_resumes(whole[: data.draw(st.integers(0, len(whole)), label="cut")], on_replay=on_replay)
 
 
-def test_a_rollout_cut_between_any_two_records_samples_only_the_missing_turns(
-    tmp_path: Path,
-) -> None:
+def test_a_rollout_cut_between_any_two_records_samples_only_the_missing_turns(tmp_path: Path) -> None:
     rows, path = ROWS[:1], tmp_path / "j"
     run_journaled(path, make_harness(1)[0], rows)
     data = path.read_bytes()
-    ends = [len(data) - sum(cuts) for cuts in _record_sizes_from_behind(data)]
-    for end in ends:
+    for end in list(ends_of_records(data))[1:-1]:
         path.write_bytes(data[:end])
-        num_completions = sum(record["is"] == RecordKind.COMPLETION for record in records_of(data[:end]))
-        num_calls = sum(record["is"] == RecordKind.CALL_ENDED for record in records_of(data[:end]))
+        seen = Counter(record["is"] for record in records_of(data[:end]))
         harness, tool = make_harness(2, on_replay=OnReplay.RECORDED)
         [trajectory] = run_journaled(path, harness, rows, resume=True)
-        assert len(harness.server.requests) == 3 - num_completions
-        assert len(tool.executed) == 4 - num_calls
+        assert len(harness.server.requests) == 3 - seen[RecordKind.COMPLETION]
+        assert len(tool.executed) == 4 - seen[RecordKind.CALL_ENDED]
         assert trajectory.output.num_assistant_turns == 3
         assert trajectory.output.tool_rewards == (0.25,) * 4
         assert not trajectory.output.incidents
 
 
-def _record_sizes_from_behind(data: bytes) -> Iterator[list[int]]:
-    sizes = [len(payload) + FRAME_BYTES for payload in _payloads(data)][1:]
-    for count in range(1, len(sizes) + 1):
-        yield sizes[-count:]
-
-
-def _payloads(data: bytes) -> list[bytes]:
-    return read_records(data)[0]
-
-
 def cut_after(data: bytes, kind: RecordKind, *, count: int = 1) -> bytes:
     """Return the journal up to the `count`-th record of a kind."""
-    end = 32
-    for payload, record in zip(_payloads(data), records_of(data), strict=True):
-        end += len(payload) + FRAME_BYTES
-        count -= record["is"] == kind
-        if not count:
-            return data[:end]
-    raise AssertionError(f"the journal has too few records of kind {kind}")
+    ends = list(ends_of_records(data))[1:]
+    places = [end for end, record in zip(ends, records_of(data), strict=True) if record["is"] == kind]
+    return data[: places[count - 1]]
+
+
+Cut = tuple[RecordKind, int]
+"""Kind of the last record that is kept, and which of that kind it is."""
+
+
+def resumed(path: Path, make: Callable[[int], WorkerHarness], row: Row, cut: Cut) -> Trajectory:
+    """Run one row on a worker of seed 1, cut its journal after a record, and resume it on a worker of seed 2."""
+    run_journaled(path, make(1), [row])
+    path.write_bytes(cut_after(path.read_bytes(), cut[0], count=cut[1]))
+    [trajectory] = run_journaled(path, make(2), [row], resume=True)
+    return trajectory
 
 
 def interrupted(
-    path: Path, *, on_replay: OnReplay, kind: RecordKind, count: int = 1
+    path: Path, *, on_replay: OnReplay, cut: Cut, row: Row = ROWS[0]
 ) -> tuple[Trajectory, Adder, WorkerHarness]:
-    """Cut the journal of one row after the `count`-th record of a kind, and resume the row."""
-    rows = ROWS[:1]
-    run_journaled(path, make_harness(1, on_replay=on_replay)[0], rows)
-    path.write_bytes(cut_after(path.read_bytes(), kind, count=count))
-    harness, tool = make_harness(2, on_replay=on_replay)
-    [trajectory] = run_journaled(path, harness, rows, resume=True)
+    """Interrupt and resume a row whose turns call a tool twice."""
+    made: list[tuple[WorkerHarness, Adder]] = []
+
+    def make(seed: int) -> WorkerHarness:
+        made.append(make_harness(seed, on_replay=on_replay))
+        return made[-1][0]
+
+    trajectory = resumed(path, make, row, cut)
+    harness, tool = made[-1]
     return trajectory, tool, harness
 
 
@@ -210,10 +206,13 @@ def kinds(trajectory: Trajectory) -> Counter[IncidentKind]:
     return Counter(incident.kind for incident in trajectory.output.incidents)
 
 
+def replies(trajectory: Trajectory) -> list[str]:
+    return [message["content"] for message in trajectory.output.messages if message["role"] == "tool"]
+
+
 def test_a_row_restarts_with_an_incident_if_its_tool_does_not_allow_a_replay(tmp_path: Path) -> None:
-    trajectory, tool, harness = interrupted(
-        tmp_path / "j", on_replay=OnReplay.RESTART, kind=RecordKind.CALL_ENDED, count=3
-    )
+    cut = (RecordKind.CALL_ENDED, 3)
+    trajectory, tool, harness = interrupted(tmp_path / "j", on_replay=OnReplay.RESTART, cut=cut)
     assert len(harness.server.requests) == 3
     assert len(tool.executed) == 4
     [incident] = trajectory.output.incidents
@@ -244,33 +243,32 @@ class Sums:
 def test_a_row_restarts_if_its_environment_was_used_because_the_reward_is_read_at_the_end(
     tmp_path: Path,
 ) -> None:
-    path, row = tmp_path / "j", {**ROWS[0], "environment": "sums", "agent_name": "environment_agent"}
-    sums = {"sums": EnvironmentFactory.of(Sums, where="sums")}
-    run_journaled(path, WorkerHarness(RandomScript(seed=1, per_turn=2), environments=sums), [row])
-    path.write_bytes(cut_after(path.read_bytes(), RecordKind.CALL_ENDED, count=4))
-    [trajectory] = run_journaled(
-        path, WorkerHarness(RandomScript(seed=2, per_turn=2), environments=sums), [row], resume=True
-    )
+    row = {**ROWS[0], "environment": "sums", "agent_name": "environment_agent"}
+
+    def make(seed: int) -> WorkerHarness:
+        sums = {"sums": EnvironmentFactory.of(Sums, where="sums")}
+        return WorkerHarness(RandomScript(seed=seed, per_turn=2), environments=sums)
+
+    trajectory = resumed(tmp_path / "j", make, row, (RecordKind.CALL_ENDED, 4))
     assert trajectory.output.failure is None
     assert kinds(trajectory) == {IncidentKind.RESTARTED: 1}
     assert trajectory.reward == 4.0
 
 
 def test_a_row_restarts_if_a_call_that_cannot_be_repeated_was_interrupted(tmp_path: Path) -> None:
-    trajectory, tool, _ = interrupted(tmp_path / "j", on_replay=OnReplay.RESTART, kind=RecordKind.CALL_BEGAN)
+    cut = (RecordKind.CALL_BEGAN, 1)
+    trajectory, tool, _ = interrupted(tmp_path / "j", on_replay=OnReplay.RESTART, cut=cut)
     assert kinds(trajectory) == {IncidentKind.RESTARTED: 1}
     assert len(tool.executed) == 4
 
 
 def test_the_reply_to_an_interrupted_once_only_call_states_that_its_effect_is_unknown(tmp_path: Path) -> None:
-    trajectory, tool, _ = interrupted(
-        tmp_path / "j", on_replay=OnReplay.ONCE, kind=RecordKind.CALL_BEGAN, count=2
-    )
+    cut = (RecordKind.CALL_BEGAN, 2)
+    trajectory, tool, _ = interrupted(tmp_path / "j", on_replay=OnReplay.ONCE, cut=cut)
     assert kinds(trajectory) == {IncidentKind.INTERRUPTED_CALL: 2}
     assert len(tool.executed) == 2
     assert trajectory.output.stop_reason is StopReason.ANSWERED
-    replies = [m["content"] for m in trajectory.output.messages if m["role"] == "tool"]
-    assert "may or may not have taken effect" in replies[0]
+    assert "may or may not have taken effect" in replies(trajectory)[0]
 
 
 def test_the_state_of_tools_is_restored_by_repeating_their_calls(tmp_path: Path) -> None:
@@ -289,14 +287,11 @@ def test_the_state_of_tools_is_restored_by_repeating_their_calls(tmp_path: Path)
         async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
             return float(self.counts[instance_id])
 
-    path = tmp_path / "j"
-    run_journaled(path, WorkerHarness(RandomScript(seed=1, num_calls=4), tools=[Counting()]), ROWS[:1])
-    path.write_bytes(cut_after(path.read_bytes(), RecordKind.OBSERVATION, count=2))
-    [trajectory] = run_journaled(
-        path, WorkerHarness(RandomScript(seed=2, num_calls=4), tools=[Counting()]), ROWS[:1], resume=True
-    )
-    replies = [m["content"] for m in trajectory.output.messages if m["role"] == "tool"]
-    assert replies == ["call 1", "call 2", "call 3", "call 4"]
+    def make(seed: int) -> WorkerHarness:
+        return WorkerHarness(RandomScript(seed=seed, num_calls=4), tools=[Counting()])
+
+    trajectory = resumed(tmp_path / "j", make, ROWS[0], (RecordKind.OBSERVATION, 2))
+    assert replies(trajectory) == ["call 1", "call 2", "call 3", "call 4"]
     assert trajectory.reward == 4.0
 
 
@@ -320,17 +315,12 @@ class Fickle(AgentLoopBase):
             return episode.output()
 
 
-def resume_fickle(path: Path, *, on_replay: OnReplay) -> tuple[Trajectory, Adder]:
-    rows = [{"raw_prompt": user("?"), "agent_name": "fickle"}]
-    run_journaled(path, make_harness(1, on_replay=on_replay)[0], rows)
-    path.write_bytes(cut_after(path.read_bytes(), RecordKind.COMPLETION, count=2))
-    harness, tool = make_harness(2, on_replay=on_replay)
-    [trajectory] = run_journaled(path, harness, rows, resume=True)
-    return trajectory, tool
+FICKLE = {"raw_prompt": user("?"), "agent_name": "fickle"}
 
 
 def test_a_loop_with_other_requests_than_recorded_restarts_its_row_with_an_incident(tmp_path: Path) -> None:
-    trajectory, _ = resume_fickle(tmp_path / "j", on_replay=OnReplay.RECORDED)
+    cut = (RecordKind.COMPLETION, 2)
+    trajectory, *_ = interrupted(tmp_path / "j", on_replay=OnReplay.RECORDED, cut=cut, row=FICKLE)
     [incident] = trajectory.output.incidents
     assert incident.kind is IncidentKind.RESTARTED
     assert "turn 3 of episode 0 requests another observation than the recorded" in incident.detail
@@ -338,70 +328,51 @@ def test_a_loop_with_other_requests_than_recorded_restarts_its_row_with_an_incid
 
 
 def test_a_row_fails_if_its_restart_would_run_a_tool_twice(tmp_path: Path) -> None:
-    trajectory, tool = resume_fickle(tmp_path / "j", on_replay=OnReplay.ONCE)
+    cut = (RecordKind.COMPLETION, 2)
+    trajectory, tool, _ = interrupted(tmp_path / "j", on_replay=OnReplay.ONCE, cut=cut, row=FICKLE)
     assert trajectory.output.stop_reason is StopReason.FAILED
-    assert trajectory.output.failure is not None
-    assert (
-        "tool 'add' was used, or may have been, and may be used only once" in trajectory.output.failure.error
-    )
+    failure = trajectory.output.failure
+    assert failure is not None
+    assert "tool 'add' was used, or may have been, and may be used only once" in failure.error
     assert tool.executed == []
 
 
 def test_a_failed_row_of_an_unfinished_rollout_is_retried_from_its_last_turn(tmp_path: Path) -> None:
-    def script(request: ScriptedRequest) -> ScriptedReply:
-        return (
-            tool_call_reply("add", a=1, b=2)
-            if request.turn == 0
-            else ScriptedReply([1], error="engine hiccup")
-        )
-
     path, tool = tmp_path / "j", Adder()
     tool.on_replay = OnReplay.RECORDED
+    script = [tool_call_reply("add", a=1, b=2), ScriptedReply([1], error="engine hiccup")]
     [failed] = run_journaled(path, WorkerHarness(script, tools=[tool]), ROWS[:1])
     assert failed.output.stop_reason is StopReason.FAILED
     path.write_bytes(cut_after(path.read_bytes(), RecordKind.END))
-    [retried] = run_journaled(
-        path, WorkerHarness(lambda _: text_reply("3"), tools=[tool]), ROWS[:1], resume=True
-    )
+    harness = WorkerHarness(lambda _: text_reply("3"), tools=[tool])
+    [retried] = run_journaled(path, harness, ROWS[:1], resume=True)
     assert retried.output.answer == "3"
     assert len(tool.executed) == 1
     [again] = run_journaled(path, WorkerHarness([]), ROWS[:1], resume=True)
     assert facts(again) == facts(retried)
 
 
-def test_a_result_that_cannot_be_packed_is_recorded_as_text_and_its_row_is_resumed(
-    tmp_path: Path,
-) -> None:
+def test_a_result_that_cannot_be_packed_is_recorded_as_text_and_its_row_is_resumed(tmp_path: Path) -> None:
     class Odd(Adder):
         on_replay = OnReplay.RECORDED
 
         async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
             return "fine", None, {"handle": object()}
 
-    path = tmp_path / "j"
-    run_journaled(path, WorkerHarness(RandomScript(seed=1), tools=[Odd()]), ROWS[:1])
-    path.write_bytes(cut_after(path.read_bytes(), RecordKind.OBSERVATION))
-    [trajectory] = run_journaled(
-        path, WorkerHarness(RandomScript(seed=2), tools=[Odd()]), ROWS[:1], resume=True
-    )
+    def make(seed: int) -> WorkerHarness:
+        return WorkerHarness(RandomScript(seed=seed), tools=[Odd()])
+
+    trajectory = resumed(tmp_path / "j", make, ROWS[0], (RecordKind.OBSERVATION, 1))
     assert trajectory.output.feedback[0].extra == {"handle": "<object object>"}
-    assert IncidentKind.RESTARTED not in {incident.kind for incident in trajectory.output.incidents}
+    assert IncidentKind.RESTARTED not in kinds(trajectory)
 
 
 @pytest.mark.parametrize("num_calls", [5, 50])
 def test_the_journal_grows_with_the_tokens_and_not_with_their_square(tmp_path: Path, num_calls: int) -> None:
-    path = tmp_path / "j"
-    harness = WorkerHarness(
-        RandomScript(seed=1, num_calls=num_calls), tools=[_recorded_adder()], response_length=100_000
-    )
-    [trajectory] = run_journaled(path, harness, ROWS[:1])
-    num_tokens = sum(map(len, trajectory.output.segments))
-    per_token = path.stat().st_size / num_tokens
+    path, tool = tmp_path / "j", Adder()
+    tool.on_replay = OnReplay.RECORDED
+    script = RandomScript(seed=1, num_calls=num_calls)
+    [trajectory] = run_journaled(path, WorkerHarness(script, tools=[tool], response_length=100_000), ROWS[:1])
+    per_token = path.stat().st_size / sum(map(len, trajectory.output.segments))
     assert trajectory.output.num_assistant_turns == num_calls + 1
     assert 13 < per_token < 32  # the ids and log-probs alone are 4 to 8, in the turns and in the result
-
-
-def _recorded_adder() -> Adder:
-    tool = Adder()
-    tool.on_replay = OnReplay.RECORDED
-    return tool

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import copy
 import time
 from collections.abc import Mapping, Sequence
@@ -9,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from msgspec import structs
 
 from agent_loop.chat.multimodal import MediaProcessor
 from agent_loop.chat.parsers import ToolParser
@@ -27,7 +25,7 @@ from agent_loop.servers.scripted import ScriptedReply
 from agent_loop.testing.virtual_time import REAL_WAIT_S
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.training.actor import Actor
-from agent_loop.trajectory import IncidentKind, Trajectory
+from agent_loop.trajectory import IncidentKind
 from agent_loop.types import ParsedCompletion, StopReason, ToolCall
 from tests.helpers import call_text, user
 from tests.rollout.harness import SCHEMA, WorkerHarness
@@ -46,6 +44,7 @@ from tests.tiny_vision import (
 
 PAD_ID = vision_tokenizer().convert_tokens_to_ids("<|image_pad|>")
 VIDEO_PAD_ID = vision_tokenizer().convert_tokens_to_ids("<|video_pad|>")
+GRIDS = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
 
 
 class Camera(BaseTool):
@@ -87,30 +86,24 @@ def test_images_of_prompts_and_tools_reach_the_server_and_the_record() -> None:
 
 def test_the_error_for_an_image_to_a_text_only_model_names_the_tool() -> None:
     script = [vision_reply(call_text("look", a=1, b=2))]
-    output = WorkerHarness(script, tools=[Camera(ToolResponse(image=[picture()]))]).run_one().output
-    assert output.failure is not None
-    assert (
-        "tool 'look' returned an image, but this model accepts only text; return text" in output.failure.error
-    )
+    failure = WorkerHarness(script, tools=[Camera(ToolResponse(image=[picture()]))]).run_one().output.failure
+    assert failure is not None
+    assert "tool 'look' returned an image, but this model accepts only text; return text" in failure.error
 
 
 def test_a_video_of_a_tool_reaches_the_server_and_the_record() -> None:
-    harness = make_harness(
-        ToolResponse(text="seen", video=[{"frames": video_frames(1), "fps": 4.0}], image=[picture(2)])
-    )
+    video = [{"frames": video_frames(1), "fps": 4.0}]
+    harness = make_harness(ToolResponse(text="seen", video=video, image=[picture(2)]))
     output = harness.run_one(raw_prompt=video_message("what happens?", video_frames(0, num_frames=2))).output
     assert output.stop_reason is StopReason.ANSWERED
-    assert [(a.kind, a.num_tokens) for a in output.attachments] == [
-        ("video", 12),
-        ("image", 12),
-        ("video", 36),
-    ]
+    found = [(a.kind, a.num_tokens) for a in output.attachments]
+    assert found == [("video", 12), ("image", 12), ("video", 36)]
     whole = np.concatenate([output.prompt_ids, output.response_ids])
     mask = np.concatenate([np.zeros(len(output.prompt_ids)), output.response_mask])
     assert not mask[np.isin(whole, [PAD_ID, VIDEO_PAD_ID])].any()
     record = as_line(harness.run_one(raw_prompt=video_message("a", video_frames(0), fps=3)))
-    [video, _] = record["messages"][0]["content"]
-    assert video["video"] == "5 frames, the first Image of size (32, 24) at 3 per second"
+    [shown, _] = record["messages"][0]["content"]
+    assert shown["video"] == "5 frames, the first Image of size (32, 24) at 3 per second"
 
 
 def test_a_deadline_while_images_are_loaded_ends_the_episode() -> None:
@@ -135,10 +128,9 @@ def test_an_image_that_does_not_fit_is_reported() -> None:
 
 
 def test_an_unreadable_image_fails_its_trajectory_alone() -> None:
-    harness = make_harness(ToolResponse())
-    bad, good = harness.run(
-        [{"raw_prompt": image_message("a", "nowhere.png")}, {"raw_prompt": image_message("a", picture())}]
-    )
+    images = ("nowhere.png", picture())
+    rows = [{"raw_prompt": image_message("a", image)} for image in images]
+    bad, good = make_harness(ToolResponse()).run(rows)
     assert bad.output.failure is not None
     assert "'nowhere.png'" in bad.output.failure.error
     assert good.output.stop_reason is StopReason.ANSWERED
@@ -156,26 +148,17 @@ def test_a_prompt_is_cut_before_or_after_an_image_and_not_inside_it(side: str) -
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
 def test_a_batch_has_the_models_own_positions_and_the_features(kind: str) -> None:
-    template = template_of(kind)
-    views = ToolResponse(
-        text="views",
-        image=[picture(1, width=64), picture(2, width=16)],
-        video=[video_frames(3, num_frames=14, width=16)],
-    )
+    template, model = template_of(kind), vision_model(kind)
+    images = [picture(1, width=64), picture(2, width=16)]
+    views = ToolResponse(text="views", image=images, video=[video_frames(3, num_frames=14, width=16)])
     script = [vision_reply(call_text("look", a=1, b=2)), vision_reply("a cat")]
-    trajectories = WorkerHarness(script, tools=[Camera(views)], template=template).run(
-        [
-            {
-                "raw_prompt": [
-                    *image_message("what is it?", picture(0)),
-                    *video_message("and this?", video_frames(1), video_frames(2)),
-                ]
-            },
-            {"raw_prompt": user("no image in this one")},
-        ]
-    )
+    seen = [
+        *image_message("what is it?", picture(0)),
+        *video_message("and this?", video_frames(1), video_frames(2)),
+    ]
+    rows = [{"raw_prompt": seen}, {"raw_prompt": user("no image in this one")}]
+    trajectories = WorkerHarness(script, tools=[Camera(views)], template=template).run(rows)
     batch = assemble(trajectories, pad_token_id=template.pad_token_id)
-    model = vision_model(kind)
     for row, trajectory in enumerate(trajectories):
         attachments = batch["attachments"][row]
         assert attachments == trajectory.output.attachments
@@ -183,11 +166,7 @@ def test_a_batch_has_the_models_own_positions_and_the_features(kind: str) -> Non
         ids = batch["input_ids"][row, mask][None]
         grids: dict[str, list[Any]] = {}
         for attachment in attachments:
-            for name in {
-                "image_grid_thw",
-                "video_grid_thw",
-                "second_per_grid_ts",
-            } & attachment.features.keys():
+            for name in GRIDS & attachment.features.keys():
                 grids.setdefault(name, []).append(attachment.features[name])
         expected, _ = model.model.get_rope_index(
             ids,
@@ -200,32 +179,18 @@ def test_a_batch_has_the_models_own_positions_and_the_features(kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
-def test_the_trainer_computes_the_logprobs_of_the_engine(kind: str) -> None:
+async def test_the_trainer_computes_the_logprobs_of_the_engine(kind: str) -> None:
     """Check a rollout on the embedded engine with images in the prompt and in the tool's response."""
-    trajectories, model = asyncio.run(rollout_on_an_engine(kind))
-    batch = assemble(trajectories, pad_token_id=vision_template().pad_token_id)
-    actor = Actor(model, config=ActorConfig(), temperature=1.0)
-    mask = batch["response_mask"].bool()
-    assert mask.sum() > 20
-    assert torch.allclose(actor.logprobs(batch)[mask], batch["rollout_log_probs"][mask], atol=1e-4)
-
-
-async def rollout_on_an_engine(kind: str = "qwen2_vl") -> tuple[list[Trajectory], Any]:
-    """Return three trajectories of the tool loop, two turns each, with a tool that returns an image and a video."""
     model = vision_model(kind)
     config = EmbeddedConfig(max_model_len=512, max_slots=4)
     server = EmbeddedServer(copy.deepcopy(model), config=config, eos_token_ids=())
+    limits = EpisodeLimits(prompt_length=256, response_length=256, max_assistant_turns=2, max_turn_tokens=8)
+    view = ToolResponse(text="seen from above", image=[picture(7, height=48)], video=[video_frames(8)])
     context = LoopContext(
         server_manager=AsyncLLMServerManager([server]),
         template=ChatTemplate(vision_tokenizer(), tool_parser=AlwaysLooks(), media=template_of(kind).media),
-        limits=EpisodeLimits(
-            prompt_length=256, response_length=256, max_assistant_turns=2, max_turn_tokens=8
-        ),
-        tools={
-            "look": Camera(
-                ToolResponse(text="seen from above", image=[picture(7, height=48)], video=[video_frames(8)])
-            )
-        },
+        limits=limits,
+        tools={"look": Camera(view)},
     )
     worker = AgentLoopWorker(context, loops=LoopRegistry(), default_agent_loop="tool_agent")
     prompts = [
@@ -241,7 +206,11 @@ async def rollout_on_an_engine(kind: str = "qwen2_vl") -> tuple[list[Trajectory]
     for trajectory in trajectories:
         assert trajectory.output.failure is None
         assert trajectory.output.segments[2].attachments
-    return [structs.replace(trajectory, reward=1.0) for trajectory in trajectories], model
+    batch = assemble(trajectories, pad_token_id=vision_template().pad_token_id)
+    actor = Actor(model, config=ActorConfig(), temperature=1.0)
+    mask = batch["response_mask"].bool()
+    assert mask.sum() > 20
+    assert torch.allclose(actor.logprobs(batch)[mask], batch["rollout_log_probs"][mask], atol=1e-4)
 
 
 class AlwaysLooks(ToolParser):

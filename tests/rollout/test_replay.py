@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,7 +19,15 @@ from agent_loop.rollout.replay import replay_trajectory
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.trajectory import Incident, IncidentKind, Trajectory
 from agent_loop.types import StopReason
-from tests.helpers import call_text, encoded, hermes_template, small_tokenizer, text_reply, tool_call_reply
+from tests.helpers import (
+    call_text,
+    encoded,
+    hermes_template,
+    small_tokenizer,
+    text_reply,
+    tool_call_reply,
+    user,
+)
 
 TASK = '''
 from pathlib import Path
@@ -36,8 +45,6 @@ def shout(word: str) -> str:
     Path("shouted.log").write_text(word)
     return word.upper() * 40
 
-def never(request):
-    raise AssertionError("the model is not asked")
 
 def farewell(request):
     return text_reply("farewell")
@@ -79,41 +86,37 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     small_tokenizer().save_pretrained("model")
     Path("task.py").write_text(TASK, encoding="utf-8")
     interactions = {"interaction": [{"name": "guide", "class_name": "task.py:Guide", "config": {}}]}
-    Path("interactions.yaml").write_text(yaml.safe_dump(interactions), encoding="utf-8")
-    settings = {
-        "model": {"path": "model"},
-        "rollout": {
-            "engine": "scripted",
-            "prompt_length": 800,
-            "response_length": 800,
-            "agent": {"default_agent_loop": "tool_agent"},
-            "multi_turn": {
-                "tools": ["task.py:shout", "task.py:Counter"],
-                "interaction_config_path": "interactions.yaml",
-                "format": "hermes",
-                "max_tool_response_length": 40,
-            },
-        },
+    multi_turn = {
+        "tools": ["task.py:shout", "task.py:Counter"],
+        "interaction_config_path": "interactions.yaml",
+        "format": "hermes",
+        "max_tool_response_length": 40,
     }
-    Path("config.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    rollout = {
+        "engine": "scripted",
+        "prompt_length": 800,
+        "response_length": 800,
+        "agent": {"default_agent_loop": "tool_agent"},
+        "multi_turn": multi_turn,
+    }
+    Path("interactions.yaml").write_text(yaml.safe_dump(interactions), encoding="utf-8")
+    Path("config.yaml").write_text(yaml.safe_dump({"model": {"path": "model"}, "rollout": rollout}))
     return load_config("config.yaml")
 
 
 def run(config: Config, replies: list[ScriptedReply], **row: object) -> Trajectory:
     async def run_once() -> Trajectory:
-        manager = AgentLoopManager(
-            config.rollout, servers=[ScriptedServer(replies)], template=hermes_template()
-        )
-        async with manager:
-            rows = [{"raw_prompt": [{"role": "user", "content": "hello"}], **row}]
-            return (await manager.run(rows, n=1))[0]
+        servers = [ScriptedServer(replies)]
+        async with AgentLoopManager(config.rollout, servers=servers, template=hermes_template()) as manager:
+            return (await manager.run([{"raw_prompt": user("hello"), **row}], n=1))[0]
 
     return asyncio.run(run_once())
 
 
-def again(config: Config, trajectory: Trajectory) -> Trajectory:
-    recorded = extract_responses(trajectory)
-    return asyncio.run(replay_trajectory(config, trajectory, recorded=recorded, continue_live=False))[0]
+def again(config: Config, trajectory: Trajectory, *, recorded: Any = None, **options: Any) -> Trajectory:
+    recorded = recorded or extract_responses(trajectory)
+    options = {"continue_live": False, **options}
+    return asyncio.run(replay_trajectory(config, trajectory, recorded=recorded, **options))[0]
 
 
 def assert_identical(old: Trajectory, new: Trajectory) -> None:
@@ -121,28 +124,23 @@ def assert_identical(old: Trajectory, new: Trajectory) -> None:
     assert first_difference(old.output, new.output) is None
     assert new.output.stop_reason is old.output.stop_reason
     assert new.output.messages == old.output.messages
-    assert [i.kind for i in new.output.incidents] == [i.kind for i in old.output.incidents]
-    assert [(f.name, f.place, f.reward) for f in new.output.feedback] == [
-        (f.name, f.place, f.reward) for f in old.output.feedback
-    ]
+    kinds, feedback = (
+        [[i.kind for i in each.output.incidents] for each in (old, new)],
+        [[(f.name, f.place, f.reward) for f in each.output.feedback] for each in (old, new)],
+    )
+    assert kinds[0] == kinds[1]
+    assert feedback[0] == feedback[1]
 
 
 def test_a_turn_with_calls_of_several_kinds_is_replayed(config: Config) -> None:
-    both = (
-        call_text("shout", word="a")
-        + call_text("count")
-        + call_text("unknown")
-        + "<tool_call>\n{broken\n</tool_call>"
-    )
-    old = run(config, [text_reply(both), tool_call_reply("shout", word="b"), text_reply("done")])
+    calls = call_text("shout", word="a") + call_text("count") + call_text("unknown")
+    turns = [f"{calls}<tool_call>\n{{broken\n</tool_call>", call_text("shout", word="b"), "done"]
+    old = run(config, list(map(text_reply, turns)))
     assert old.output.stop_reason is StopReason.ANSWERED
     kinds = {incident.kind for incident in old.output.incidents}
     assert {IncidentKind.UNKNOWN_TOOL, IncidentKind.MALFORMED_CALL, IncidentKind.TRUNCATED_REPLY} <= kinds
     Path("shouted.log").unlink()
-
-    new = again(config, old)
-
-    assert_identical(old, new)
+    assert_identical(old, again(config, old))
     assert not Path("shouted.log").exists()
 
 
@@ -151,16 +149,13 @@ def test_an_interaction_that_opens_the_conversation_is_replayed(config: Config) 
     assert old.output.stop_reason is StopReason.INTERACTION_FINISHED
     assert old.output.messages[0]["content"] == "hello\n\nWelcome."
     Path("guided.log").unlink()
-
-    new = again(config, old)
-
-    assert_identical(old, new)
+    assert_identical(old, again(config, old))
     assert not Path("guided.log").exists()
 
 
-@pytest.mark.parametrize("replies", [[text_reply("a" * 30, ends=False)], [text_reply("cut", ends=False)]])
-def test_a_turn_that_was_cut_is_replayed(config: Config, replies: list[ScriptedReply]) -> None:
-    old = run(config, replies)
+@pytest.mark.parametrize("text", ["a" * 30, "cut"])
+def test_a_turn_that_was_cut_is_replayed(config: Config, text: str) -> None:
+    old = run(config, [text_reply(text, ends=False)])
     assert_identical(old, again(config, old))
 
 
@@ -168,12 +163,7 @@ def test_a_turn_sampled_by_two_weight_versions_is_replayed(config: Config) -> No
     old = run(config, [text_reply("answer in two parts")])
     prompt, said = old.output.segments
     half = len(said) // 2
-    parts = [
-        structs.replace(said, token_ids=said.token_ids[:half], logprobs=said.logprobs[:half]),
-        structs.replace(
-            said, token_ids=said.token_ids[half:], logprobs=said.logprobs[half:], weight_version=1
-        ),
-    ]
+    parts = [said.part(0, half), structs.replace(said.part(half, len(said)), weight_version=1)]
     old = structs.replace(old, output=replace(old.output, segments=[prompt, *parts]))
     new = again(config, old)
     assert_identical(old, new)
@@ -189,17 +179,20 @@ def test_a_replay_under_another_limit_differs_where_the_limit_applies(config: Co
     assert difference.old != difference.new
 
 
-def test_a_live_continuation_fails_at_the_next_call_of_a_tool_that_cannot_be_replayed(config: Config) -> None:
+@pytest.mark.parametrize("script", ["farewell", "count_again"])
+def test_a_live_continuation_fails_at_the_next_call_of_a_tool_that_cannot_be_replayed(
+    config: Config, script: str
+) -> None:
     old = run(config, [tool_call_reply("count"), text_reply("done")])
     recorded = extract_responses(old).before(2)
-    config = load_config("config.yaml", overrides=["rollout.engine_kwargs.script=task.py:farewell"])
-    (new,) = asyncio.run(replay_trajectory(config, old, recorded=recorded, continue_live=True))
-    assert new.output.failure is None
-    assert new.output.messages[-1]["content"] == "farewell"
-    config = load_config("config.yaml", overrides=["rollout.engine_kwargs.script=task.py:count_again"])
-    (new,) = asyncio.run(replay_trajectory(config, old, recorded=recorded, continue_live=True))
-    assert new.output.failure is not None
-    assert "tool 'count' is called after tool 'count', whose state" in new.output.failure.error
+    config = load_config("config.yaml", overrides=[f"rollout.engine_kwargs.script=task.py:{script}"])
+    output = again(config, old, recorded=recorded, continue_live=True).output
+    if script == "farewell":
+        assert output.failure is None
+        assert output.messages[-1]["content"] == "farewell"
+    else:
+        assert output.failure is not None
+        assert "tool 'count' is called after tool 'count', whose state" in output.failure.error
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from http.client import IncompleteRead
 from typing import Any
 
+import aiohttp
+import httpx
+import openai
 import pytest
 
 from agent_loop.config import AgentConfig, RolloutConfig
-from agent_loop.errors import InteractionUnavailable, RewardUnavailable, WorkspaceError
-from agent_loop.interactions.scripted import ScriptedInteraction
+from agent_loop.environments.base import Environment, Reply
+from agent_loop.environments.factory import EnvironmentFactory
+from agent_loop.errors import (
+    EnvironmentBug,
+    EnvironmentUnavailable,
+    RewardError,
+    RewardUnavailable,
+    ServerDied,
+    ToolBug,
+    WorkspaceError,
+)
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.rewards.function import BatchRewardFunction, RewardFunction
+from agent_loop.rollout.failures import failure_of
+from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.runtime.instances import OnReplay
+from agent_loop.runtime.isolated_task import Abandoned
+from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.training.metrics import FAILURES, RETRIES
@@ -24,7 +45,7 @@ from agent_loop.trajectory import AgentLoopOutput, FailureKind, Trajectory
 from agent_loop.types import Row, StopReason
 from tests.helpers import hermes_template, text_reply, tool_call_reply, user
 from tests.rollout.harness import Adder, WorkerHarness
-from tests.rollout.outages import METHODS, Outage, retries_of, station_row
+from tests.rollout.outages import METHODS, Line, Outage, retries_of, station_row
 
 
 def adds_once(request: ScriptedRequest) -> ScriptedReply:
@@ -92,34 +113,14 @@ def test_only_the_rows_that_failed_run_again() -> None:
 
 def test_a_repetition_samples_with_the_seed_of_the_first_attempt() -> None:
     harness = stationed(Outage(num_failures={0: 1}), retries=1)
-    job = harness.jobs([station_row()])[0]
-    object.__setattr__(job, "seed", 7)
-    run_virtual(harness.worker.run([job]))
+    run_virtual(harness.worker.run([Job(station_row(), 0, 0, {}, seed=7)]))
     seeds = [request.sampling_params.seed for request in harness.server.requests]
     assert len(seeds) == 4
     assert seeds[:2] == seeds[2:]
 
 
-class BadLine(ScriptedInteraction):
-    """Simulated user whose server is down for the first conversations."""
-
-    def __init__(self, *, num_failures: int) -> None:
-        super().__init__(["Thanks."], name="line")
-        self.num_conversations = 0
-        self._num_failures = num_failures
-
-    async def start_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        await super().start_interaction(instance_id, **kwargs)
-        self.num_conversations += 1
-
-    async def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:
-        if self.num_conversations <= self._num_failures:
-            raise InteractionUnavailable("the simulated user's server is down")
-        return await super().generate_response(instance_id, messages, **kwargs)
-
-
 def test_a_trajectory_whose_simulated_user_is_away_has_a_new_conversation_and_none_of_the_old_turns() -> None:
-    line = BadLine(num_failures=1)
+    line = Line(num_failures=1)
     harness = WorkerHarness(answers, interactions={"line": line}, retries=1)
     trajectory = harness.run_one(interaction_kwargs={"name": "line"})
     assert (line.num_conversations, line.num_open) == (2, 0)
@@ -135,7 +136,7 @@ def test_a_trajectory_whose_simulated_user_is_away_has_a_new_conversation_and_no
 def test_a_trajectory_that_used_a_tool_that_may_be_used_once_does_not_run_again(
     on_replay: OnReplay, num_conversations: int
 ) -> None:
-    tool, line = Adder(), BadLine(num_failures=1)
+    tool, line = Adder(), Line(num_failures=1)
     tool.on_replay = on_replay
     harness = WorkerHarness(adds_once, tools=[tool], interactions={"line": line}, retries=3)
     trajectory = harness.run_one(interaction_kwargs={"name": "line"})
@@ -154,10 +155,6 @@ def test_a_trajectory_that_used_a_tool_that_may_be_used_once_does_not_run_again(
     assert trajectory.output.num_assistant_turns == 2
 
 
-def breaks_down(_: ScriptedRequest) -> ScriptedReply:
-    return ScriptedReply([1], error="no memory")
-
-
 @register("has_a_bug")
 class HasABug(AgentLoopBase):
     """Loop that raises an error of its own."""
@@ -170,21 +167,19 @@ class HasABug(AgentLoopBase):
 
 
 def test_failed_requests_to_llm_servers_and_bugs_do_not_run_again() -> None:
-    harness = WorkerHarness(breaks_down, retries=3)
-    of_server = harness.run_one()
-    num_requests = len(harness.server.requests)
-    once = WorkerHarness(breaks_down, retries=0)
-    once.run_one()
-    assert num_requests == len(once.server.requests)
-    assert of_server.output.failure is not None
-    assert of_server.output.failure.kind is FailureKind.SERVER
-
+    num_requests: list[int] = []
+    for retries in (0, 3):
+        harness = WorkerHarness(lambda _: ScriptedReply([1], error="no memory"), retries=retries)
+        of_server = harness.run_one()
+        num_requests.append(len(harness.server.requests))
+    assert num_requests[0] == num_requests[1]
     HasABug.num_runs = 0
     of_bug = WorkerHarness(answers, agent="has_a_bug", retries=3).run_one()
     assert HasABug.num_runs == 1
-    assert of_bug.output.failure is not None
-    assert of_bug.output.failure.kind is FailureKind.CODE
-    assert retries_of(of_server) == retries_of(of_bug) == []
+    for trajectory, kind in ((of_server, FailureKind.SERVER), (of_bug, FailureKind.CODE)):
+        assert trajectory.output.failure is not None
+        assert trajectory.output.failure.kind is kind
+        assert retries_of(trajectory) == []
 
 
 @register("two_outputs")
@@ -220,20 +215,15 @@ def test_a_rollout_with_several_outputs_runs_again_as_a_whole_and_notes_it_once(
 # -- cancellations -----------------------------------------------------------------------------------------------------
 
 
-def test_a_trajectory_that_is_cancelled_while_it_waits_for_its_repetition_ends_at_once() -> None:
-    outage = Outage(num_failures={0: 99})
+@pytest.mark.virtual_time
+async def test_a_trajectory_that_is_cancelled_while_it_waits_for_its_repetition_ends_at_once() -> None:
+    outage, loop = Outage(num_failures={0: 99}), asyncio.get_running_loop()
     harness = stationed(outage, retries=9)
-
-    async def scenario() -> tuple[Trajectory, float]:
-        loop = asyncio.get_running_loop()
-        [job] = harness.jobs([station_row()])
-        loop.call_later(10, harness.worker.cancel, job.trajectory_id)  # in the wait from 7 to 15 s
-        [trajectory] = await harness.worker.run([job])
-        harness.assert_nothing_is_left()
-        return trajectory, loop.time()
-
-    trajectory, seconds = run_virtual(scenario())
-    assert seconds == pytest.approx(10, abs=0.1)
+    [job] = harness.jobs([station_row()])
+    loop.call_later(10, harness.worker.cancel, job.trajectory_id)  # in the wait from 7 to 15 s
+    [trajectory] = await harness.worker.run([job])
+    harness.assert_nothing_is_left()
+    assert loop.time() == pytest.approx(10, abs=0.1)
     assert outage.num_attempts[0] == 4
     assert trajectory.reward is None
     assert trajectory.output.failure is not None
@@ -244,12 +234,7 @@ def test_a_trajectory_that_is_cancelled_while_it_waits_for_its_repetition_ends_a
 
 
 class Judge:
-    """Reward function whose server is down for the first calls.
-
-    Args:
-        num_failures: Number of failing calls.
-        error: Error of these calls.
-    """
+    """Reward function whose server is down for the first calls."""
 
     def __init__(self, num_failures: int, *, error: Callable[[], Exception] | None = None) -> None:
         self.num_calls = 0
@@ -257,24 +242,25 @@ class Judge:
         self._error = error or (lambda: RewardUnavailable("the judge is down"))
 
     async def score(self, output: AgentLoopOutput, row: Row) -> float:
-        self._begin()
-        return 0.75
+        return (await self.score_group([output], [row]))[0]
 
     async def score_group(self, outputs: list[AgentLoopOutput], rows: list[Row]) -> list[float]:
-        self._begin()
-        return [0.75] * len(outputs)
-
-    def _begin(self) -> None:
         self.num_calls += 1
         if self.num_calls <= self._num_failures:
             raise self._error()
+        return [0.75] * len(outputs)
 
 
-def judged(judge: Judge, *, retries: int) -> tuple[Trajectory, int]:
-    """Return the trajectory of a row, and the number of its requests to the model's server."""
-    harness = WorkerHarness(answers, reward=RewardFunction(judge.score, timeout_s=1), retries=retries)
-    trajectory = harness.run_one()
-    return trajectory, len(harness.server.requests)
+def run_groups(
+    judge: Any, server: ScriptedServer, *, agent: str = "tool_agent", **settings: Any
+) -> list[Trajectory]:
+    """Run one row three times, and judge its trajectories as a group."""
+    config = RolloutConfig(
+        n=3, max_failed_share=1.0, agent=AgentConfig(default_agent_loop=agent, num_workers=1), **settings
+    )
+    reward = BatchRewardFunction(judge, timeout_s=60)
+    manager = AgentLoopManager(config, servers=[server], template=hermes_template(), reward=reward)
+    return run_virtual(manager.run([{"raw_prompt": user("?")}]))
 
 
 @pytest.mark.parametrize(
@@ -286,8 +272,9 @@ def test_a_reward_function_that_failed_alone_runs_again_without_a_new_rollout(
     error: Callable[[], Exception],
 ) -> None:
     judge = Judge(2, error=error)
-    trajectory, num_requests = judged(judge, retries=2)
-    assert (judge.num_calls, num_requests) == (3, 1)
+    harness = WorkerHarness(answers, reward=RewardFunction(judge.score, timeout_s=1), retries=2)
+    trajectory = harness.run_one()
+    assert (judge.num_calls, len(harness.server.requests)) == (3, 1)
     assert (trajectory.reward, trajectory.output.failure) == (0.75, None)
     first, second = retries_of(trajectory)
     assert first == second
@@ -300,14 +287,7 @@ def test_a_group_whose_judge_was_away_is_judged_again_as_a_whole_without_a_new_r
     num_failures: int, reward: float | None
 ) -> None:
     judge, server = Judge(num_failures), ScriptedServer(answers)
-    config = RolloutConfig(n=3, retries=2, max_failed_share=1.0, agent=AgentConfig(num_workers=1))
-    manager = AgentLoopManager(
-        config,
-        servers=[server],
-        template=hermes_template(),
-        reward=BatchRewardFunction(judge.score_group, timeout_s=60),
-    )
-    trajectories = run_virtual(manager.run([{"raw_prompt": user("?")}]))
+    trajectories = run_groups(judge.score_group, server, retries=2)
     assert (judge.num_calls, len(server.requests)) == (3, 3)
     assert [t.reward for t in trajectories] == [reward] * 3
     assert [len(retries_of(t)) for t in trajectories] == [2, 0, 0]
@@ -323,15 +303,202 @@ def test_the_judge_of_a_group_is_not_asked_about_its_lost_trajectories() -> None
         sizes.append(len(outputs))
         return [1.0 / len(outputs)] * len(outputs)
 
-    manager = AgentLoopManager(
-        RolloutConfig(
-            n=3, retries=0, max_failed_share=1.0, agent=AgentConfig(default_agent_loop="two_outputs")
-        ),
-        servers=[ScriptedServer(answers)],
-        template=hermes_template(),
-        reward=BatchRewardFunction(judge, timeout_s=60),
-    )
-    trajectories = run_virtual(manager.run([{"raw_prompt": user("?")}]))
+    trajectories = run_groups(judge, ScriptedServer(answers), agent="two_outputs", retries=0)
     assert sizes == [4]
     assert [t.reward for t in trajectories if t.output.failure is None] == [0.25] * 4
     assert [t.reward for t in trajectories if t.output.failure is not None] == [None]
+
+
+# -- kinds of failures -------------------------------------------------------------------------------------------------
+
+REQUEST = httpx.Request("POST", "http://127.0.0.1/")
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "is_retried"),
+    [
+        (EnvironmentUnavailable("down"), FailureKind.ENVIRONMENT, True),
+        (caused(EnvironmentBug("x"), ConnectionRefusedError()), FailureKind.ENVIRONMENT, True),
+        (caused(EnvironmentBug("x"), ZeroDivisionError()), FailureKind.CODE, False),
+        (WorkspaceError("killed"), FailureKind.WORKSPACE, True),
+        (caused(RewardError("x"), RewardUnavailable("judge is down")), FailureKind.REWARD, True),
+        (caused(RewardError("x"), TimeoutError()), FailureKind.REWARD, True),
+        (caused(RewardError("x"), IncompleteRead(b"")), FailureKind.REWARD, True),
+        (caused(RewardError("x"), aiohttp.ServerDisconnectedError()), FailureKind.REWARD, True),
+        (caused(RewardError("x"), aiohttp.ClientPayloadError()), FailureKind.REWARD, True),
+        (caused(RewardError("x"), httpx.ConnectError("refused")), FailureKind.REWARD, True),
+        (caused(RewardError("x"), httpx.RemoteProtocolError("disconnected")), FailureKind.REWARD, True),
+        (caused(EnvironmentBug("x"), httpx.ReadTimeout("slow")), FailureKind.ENVIRONMENT, True),
+        (caused(RewardError("x"), openai.APIConnectionError(request=REQUEST)), FailureKind.REWARD, True),
+        (caused(RewardError("x"), openai.APITimeoutError(REQUEST)), FailureKind.REWARD, True),
+        (caused(RewardError("x"), httpx.UnsupportedProtocol("ftp")), FailureKind.CODE, False),
+        (caused(RewardError("x"), httpx.InvalidURL("?")), FailureKind.CODE, False),
+        (caused(RewardError("x"), Abandoned("still runs")), FailureKind.CODE, False),
+        (caused(ToolBug("x"), ConnectionResetError()), FailureKind.CODE, False),
+        (ServerDied("gone"), FailureKind.SERVER, False),
+    ],
+)
+def test_only_what_may_succeed_at_another_time_is_retried(
+    error: Exception, kind: FailureKind, is_retried: bool
+) -> None:
+    failure = failure_of(error)
+    assert (failure.kind, failure.is_retried) == (kind, is_retried)
+    assert failure.is_infrastructure == (kind is not FailureKind.CODE)
+
+
+# -- a judge that is killed --------------------------------------------------------------------------------------------
+
+
+NUM_ROWS = 48
+KILLED_AT = 20
+"""Number of verdicts that have been requested when the judge is killed."""
+JUDGE = """
+import sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        number = int(self.rfile.read(int(self.headers["Content-Length"])))
+        time.sleep(0.05)
+        body = str(number / 100).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format, *args):
+        pass
+
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128
+    daemon_threads = True
+
+server = Server(("127.0.0.1", int(sys.argv[1])), Handler)
+print("ready", flush=True)
+server.serve_forever()
+"""
+"""Judge over HTTP: it returns a hundredth of the number that it is sent."""
+
+
+class JudgeProcess:
+    """Judge that can be killed and started again on its port."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self._port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
+        self.start()
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+
+    def start(self) -> None:
+        command = [sys.executable, "-c", JUDGE, str(self._port)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+@pytest.fixture
+def judge() -> Iterator[JudgeProcess]:
+    process = JudgeProcess()
+    yield process
+    process.kill()
+
+
+async def with_urllib(url: str, data: str) -> str:
+    def post() -> str:
+        with urllib.request.urlopen(url, data=data.encode(), timeout=30) as reply:
+            return reply.read().decode()
+
+    return await run_in_thread(post)
+
+
+async def with_httpx(url: str, data: str) -> str:
+    async with httpx.AsyncClient(timeout=30) as client:
+        return (await client.post(url, content=data)).text
+
+
+async def with_aiohttp(url: str, data: str) -> str:
+    async with aiohttp.ClientSession() as session, session.post(url, data=data) as reply:
+        return await reply.text()
+
+
+class DyingJudge:
+    """Verdicts of a judge that is killed while it works on several answers, and started again."""
+
+    def __init__(self, judge: JudgeProcess, *, post: Callable[[str, str], Awaitable[str]]) -> None:
+        self._judge = judge
+        self._post = post
+        self._num_verdicts = 0
+
+    async def verdict(self, answer: str) -> float:
+        self._num_verdicts += 1
+        is_last = self._num_verdicts == KILLED_AT
+        if is_last:
+            self._judge.kill()
+        try:
+            return float(await self._post(self._judge.url, answer))
+        finally:
+            if is_last:
+                self._judge.start()
+
+    async def score(self, output: AgentLoopOutput, row: Row) -> float:
+        return await self.verdict(output.answer)
+
+
+class Judged(Environment):
+    """Environment with one turn, whose reward is a verdict of the judge."""
+
+    def __init__(self, verdict: Callable[[str], Awaitable[float]]) -> None:
+        self._verdict = verdict
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        pass
+
+    def reply(self, messages: Any) -> Reply:
+        return Reply(is_over=True)
+
+    async def reward(self, messages: Any) -> float:
+        return await self._verdict(next(m["content"] for m in messages if m["role"] == "assistant"))
+
+
+def echo(request: ScriptedRequest) -> ScriptedReply:
+    """Answer with the number in the prompt, at a different time for each of them."""
+    text = hermes_template().decode(request.prompt_ids.tolist())
+    number = text.partition("say ")[2].partition("<")[0]
+    return text_reply(number, latency_s=0.02 * int(number))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("in_environment", [False, True], ids=["reward", "environment"])
+@pytest.mark.parametrize("post", [with_urllib, with_httpx, with_aiohttp])
+async def test_a_judge_that_is_killed_and_comes_back_scores_every_trajectory_rightly(
+    judge: JudgeProcess, post: Any, in_environment: bool
+) -> None:
+    dying = DyingJudge(judge, post=post)
+    harness = WorkerHarness(
+        echo,
+        environments={"judged": EnvironmentFactory(lambda: Judged(dying.verdict), where="judged")},
+        agent="environment_agent" if in_environment else "single_turn_agent",
+        reward=None if in_environment else RewardFunction(dying.score, timeout_s=60),
+        retries=5,
+    )
+    rows = [{"raw_prompt": user(f"say {n}"), "environment": "judged"} for n in range(NUM_ROWS)]
+    trajectories = await harness.worker.run(harness.jobs(rows))
+    harness.assert_nothing_is_left()
+    assert [t.reward for t in trajectories] == [n / 100 for n in range(NUM_ROWS)]
+    assert all(t.output.failure is None for t in trajectories)
+    num_retries = sum(len(retries_of(t)) for t in trajectories)
+    assert num_retries > 0
+    num_requests = len(harness.server.requests)
+    assert num_requests == (NUM_ROWS + num_retries if in_environment else NUM_ROWS)

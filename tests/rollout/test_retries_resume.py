@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -16,11 +15,10 @@ from hypothesis import Phase, given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from agent_loop.errors import InteractionUnavailable, RewardUnavailable
-from agent_loop.interactions.scripted import ScriptedInteraction
+from agent_loop.errors import RewardUnavailable
 from agent_loop.recording.record import RecordKind
 from agent_loop.rewards.function import RewardFunction
-from agent_loop.rollout.journal import FRAME_BYTES, HEADER, open_journal, read_records
+from agent_loop.rollout.journal import open_journal
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.testing import run_virtual
@@ -29,8 +27,8 @@ from agent_loop.types import Row
 from tests.harness import examples, thinned
 from tests.helpers import hermes_template, text_reply, tool_call_reply, user
 from tests.rollout.harness import Adder, WorkerHarness
-from tests.rollout.journaled import facts, key_of, records_of, run_journaled
-from tests.rollout.outages import Outage, retries_of, station_row
+from tests.rollout.journaled import ends_of_records, facts, key_of, records_of, run_journaled
+from tests.rollout.outages import Line, Outage, retries_of, station_row
 
 RETRIES = 2
 ROWS = [
@@ -51,20 +49,6 @@ def calls_once(request: ScriptedRequest) -> ScriptedReply:
     return text_reply(f"answer {text.count('assistant')}")
 
 
-class Line(ScriptedInteraction):
-    """Simulated user whose server fails a number of replies."""
-
-    def __init__(self, num_failures: int) -> None:
-        super().__init__(["Again."], name="line")
-        self._num_failures = num_failures
-
-    async def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:
-        if self._num_failures:
-            self._num_failures -= 1
-            raise InteractionUnavailable("the simulated user's server is down")
-        return await super().generate_response(instance_id, messages, **kwargs)
-
-
 class World:
     """Everything outside of the process: the services that fail, and the worker that uses them."""
 
@@ -78,7 +62,7 @@ class World:
             calls_once,
             tools=[self.tool],
             environments={"station": self.outage.factory},
-            interactions={"line": Line(failures[3])},
+            interactions={"line": Line(num_failures=failures[3])},
             reward=RewardFunction(self._judge, timeout_s=1),
             retries=RETRIES,
         )
@@ -122,15 +106,6 @@ def result(trajectory: Trajectory) -> list[Any]:
     return facts(structs.replace(trajectory, output=replace(trajectory.output, incidents=())))
 
 
-def boundaries(data: bytes) -> Iterator[int]:
-    """Return the ends of the records of a journal."""
-    end = len(HEADER)
-    yield end
-    for payload in read_records(data)[0]:
-        end += len(payload) + FRAME_BYTES
-        yield end
-
-
 def assert_nothing_is_lost(path: Path, data: bytes, *, world: World) -> None:
     """Resume a journal, and check the trajectories against those of the run that was not killed."""
     path.write_bytes(data)
@@ -164,7 +139,7 @@ def test_a_journal_cut_after_any_record_resumes_with_the_trajectories_of_an_uncu
     tmp_path: Path, is_failing: bool, on_replay: OnReplay
 ) -> None:
     data, _ = uncut()
-    cuts = list(boundaries(data))
+    cuts = list(ends_of_records(data))
     assert len(cuts) > 50
     for number, cut in enumerate(thinned(cuts, step=5)):
         world = World(is_failing=is_failing, on_replay=on_replay)
@@ -184,18 +159,16 @@ def test_a_run_that_is_killed_at_any_times_ends_with_the_trajectories_of_an_uncu
 
 
 def test_a_row_that_used_a_tool_once_before_its_failure_never_uses_it_again(tmp_path: Path) -> None:
-    first = World(on_replay=OnReplay.ONCE)
     path = tmp_path / "j"
-    uncut_trajectories = first.run(path, resume=False)
+    failure = World(on_replay=OnReplay.ONCE).run(path, resume=False)[3].output.failure
+    assert failure is not None
+    assert "tool 'note' was used and may be used only once" in failure.error
     data = path.read_bytes()
-    assert uncut_trajectories[3].output.failure is not None
-    assert "tool 'note' was used and may be used only once" in uncut_trajectories[3].output.failure.error
-    for number, cut in enumerate(boundaries(data)):
+    for number, cut in enumerate(ends_of_records(data)):
         records = records_of(data[:cut])
         num_begun = sum(r["is"] == RecordKind.CALL_BEGAN and r["got"] is not None for r in records)
         path = tmp_path / f"{number}"
         path.write_bytes(data[:cut])
         again = World(is_failing=False, on_replay=OnReplay.ONCE)
-        trajectories = again.run(path)
-        assert [t.group for t in trajectories] == [0, 1, 2, 3]
+        assert [t.group for t in again.run(path)] == [0, 1, 2, 3]
         assert num_begun + len(again.tool.executed) == 2

@@ -19,35 +19,36 @@ from agent_loop.loops.registry import register
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.journal import open_journal
 from agent_loop.rollout.manager import AgentLoopManager
-from agent_loop.runtime.concurrency import run_together, run_while
+from agent_loop.runtime.concurrency import run_together
 from agent_loop.seeds import CompletionSeeds, derived_seed, trajectory_seed
 from agent_loop.servers.base import Ability
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.testing import run_virtual
-from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
-from agent_loop.types import Origin, as_token_ids
+from agent_loop.trajectory import AgentLoopOutput, Trajectory
+from agent_loop.types import as_token_ids
 from tests.helpers import encoded, hermes_template, user
 from tests.rollout.journaled import key_of
 
-NUM_TOKENS = 8
 ROWS = [{"raw_prompt": user(f"question {n}")} for n in range(3)]
+
+
 Tokens = list[list[int]]
-
-
-class SeededServer(ScriptedServer):
-    """Server that samples tokens from the seed and their positions in the completion, at random speed."""
-
-    abilities = ScriptedServer.abilities | {Ability.SEED, Ability.FREE_SEEDS}
 
 
 class PlainServer(ScriptedServer):
     abilities = ScriptedServer.abilities | {Ability.SEED}
 
 
+class SeededServer(PlainServer):
+    """Server that samples tokens from the seed and their positions in the completion, at random speed."""
+
+    abilities = PlainServer.abilities | {Ability.FREE_SEEDS}
+
+
 def sample(request: ScriptedRequest) -> ScriptedReply:
     params = request.sampling_params
     assert params.seed is not None
-    tokens = [100 + derived_seed(params.seed, place) % 200 for place in range(NUM_TOKENS)]
+    tokens = [100 + derived_seed(params.seed, place) % 200 for place in range(8)]
     return ScriptedReply(tokens[params.num_sampled :], stops=False, latency_s=random.uniform(1, 20))
 
 
@@ -57,19 +58,21 @@ class OnTokens(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         prompt = await self.apply_chat_template(row["raw_prompt"])
-        ask, names = self.server_manager.generate, [uuid4().hex, uuid4().hex]
-        one, other = await run_together(
-            ask(name, prompt_ids=prompt, sampling_params=sampling_params) for name in names
-        )
-        context = [*prompt, *one.token_ids]
-        more = await ask(names[0], prompt_ids=context, sampling_params=sampling_params)
-        said = [*one.token_ids, *more.token_ids]
+        names = [uuid4().hex, uuid4().hex]
+
+        async def ask(name: str, context: list[int]) -> list[int]:
+            output = await self.server_manager.generate(
+                name, prompt_ids=context, sampling_params=sampling_params
+            )
+            return output.token_ids
+
+        one, other = await run_together(ask(name, prompt) for name in names)
+        more = await ask(names[0], [*prompt, *one])
         return AgentLoopOutput(
-            segments=(
-                Segment(as_token_ids(prompt), Origin.PROMPT),
-                Segment(as_token_ids(said), Origin.MODEL, weight_version=0),
-            ),
-            extra_fields={"completions": [one.token_ids, other.token_ids, more.token_ids]},
+            prompt_ids=prompt,
+            response_ids=[*one, *more],
+            response_mask=[1] * len([*one, *more]),
+            extra_fields={"completions": [one, other, more]},
         )
 
 
@@ -100,12 +103,11 @@ def make_manager(
     streams: bool = False,
     num_workers: int = 1,
     script: Any = sample,
-    **settings: Any,
+    seed: int = 0,
 ) -> AgentLoopManager:
+    agent_config = AgentConfig(default_agent_loop=agent, num_workers=num_workers)
     return AgentLoopManager(
-        RolloutConfig(
-            agent=AgentConfig(default_agent_loop=agent, num_workers=num_workers), **{"n": 2, **settings}
-        ),
+        RolloutConfig(agent=agent_config, n=2, seed=seed),
         servers=[server_class(script, name=f"s{n}", streams=streams) for n in range(num_servers)],
         template=hermes_template(),
         reward=RewardFunction(lambda output, row: 0.0, timeout_s=5),
@@ -129,32 +131,27 @@ def test_two_runs_with_the_same_seed_sample_the_same_on_any_server_at_any_time(a
     assert not {tuple(c) for t in first for c in t} & {tuple(c) for t in other for c in t}
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("agent", ["seeds_on_tokens", "seeds_in_episodes"])
-def test_every_completion_of_a_run_has_its_own_seed(agent: str) -> None:
+async def test_every_completion_of_a_run_has_its_own_seed(agent: str) -> None:
     """Check rows, samples, turns, branches, equal contexts, steps, and evaluation during training."""
-
-    async def scenario() -> list[Trajectory]:
-        manager = make_manager(agent=agent)
-        found = [*await manager.run(ROWS, label="step=1"), *await manager.run(ROWS, label="step=2")]
-        found += await manager.run([ROWS[0]] * 3, label="step=3")
-        found += await manager.run(ROWS, label="step=1", validate=True)
-        found += await manager.run(ROWS)
-        return [*found, *await manager.run(ROWS)]
-
-    everything = [tuple(c) for t in completions(run_virtual(scenario())) for c in t]
+    manager = make_manager(agent=agent)
+    found = [*await manager.run(ROWS, label="step=1"), *await manager.run(ROWS, label="step=2")]
+    found += await manager.run([ROWS[0]] * 3, label="step=3")
+    found += await manager.run(ROWS, label="step=1", validate=True)
+    found += await manager.run(ROWS)
+    found += await manager.run(ROWS)
+    everything = [tuple(c) for t in completions(found) for c in t]
     assert len(set(everything)) == len(everything)
 
 
-def test_a_step_samples_the_same_regardless_of_earlier_runs() -> None:
-    async def scenario() -> tuple[list[Tokens], list[Tokens]]:
-        alone, after_others = make_manager(), make_manager()
-        wanted = await alone.run(ROWS, label="step=7")
-        await after_others.run(ROWS, label="step=6")
-        await after_others.run(ROWS, label="step=7", validate=True)
-        return completions(wanted), completions(await after_others.run(ROWS, label="step=7"))
-
-    wanted, got = run_virtual(scenario())
-    assert wanted == got
+@pytest.mark.virtual_time
+async def test_a_step_samples_the_same_regardless_of_earlier_runs() -> None:
+    alone, after_others = make_manager(), make_manager()
+    wanted = await alone.run(ROWS, label="step=7")
+    await after_others.run(ROWS, label="step=6")
+    await after_others.run(ROWS, label="step=7", validate=True)
+    assert completions(await after_others.run(ROWS, label="step=7")) == completions(wanted)
 
 
 def test_a_seed_set_by_the_user_is_used() -> None:
@@ -189,26 +186,20 @@ def test_a_completion_of_a_dead_server_is_continued_with_the_same_samples() -> N
 def test_a_rollout_resumed_from_its_journal_samples_the_same_tokens(seconds: float, tmp_path: Path) -> None:
     """Check that a replayed completion is counted among the completions of equal contexts."""
 
-    async def part(is_over: asyncio.Event, *, resume: bool) -> list[Trajectory] | None:
-        key = key_of(ROWS)
-        async with open_journal(tmp_path / "journal", key=key, rows=ROWS, resume=resume) as journal:
+    async def part(*, cancelled_after_s: float | None) -> list[Trajectory]:
+        is_resumed = cancelled_after_s is None
+        async with open_journal(tmp_path / "j", key=key_of(ROWS), rows=ROWS, resume=is_resumed) as journal:
             running = asyncio.ensure_future(make_manager().run(ROWS, journal=journal))
-            await run_while(asyncio.wait([running]), condition=is_over.wait())
-            if not running.done():
-                running.cancel()
-                await asyncio.wait([running])
-                return None
-            return await running
+            await asyncio.wait([running], timeout=cancelled_after_s)
+            if is_resumed:
+                return running.result()
+            running.cancel()
+            await asyncio.wait([running])
+            return []
 
-    async def scenario() -> list[Trajectory]:
-        is_over = asyncio.Event()
-        asyncio.get_running_loop().call_later(seconds, is_over.set)
-        await part(is_over, resume=False)
-        ended = await part(asyncio.Event(), resume=True)
-        assert ended is not None
-        return ended
-
-    assert tokens_of(run_virtual(scenario())) == tokens_of(run_virtual(make_manager().run(ROWS)))
+    run_virtual(part(cancelled_after_s=seconds))
+    resumed = run_virtual(part(cancelled_after_s=None))
+    assert tokens_of(resumed) == tokens_of(run_virtual(make_manager().run(ROWS)))
 
 
 def sample_slowly(request: ScriptedRequest) -> ScriptedReply:

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 
 from agent_loop.config import MultiTurnConfig
-from agent_loop.loops.base import AgentLoopBase
-from agent_loop.loops.registry import register
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.batch import timing_metrics
 from agent_loop.rollout.gate import AdmissionGate
@@ -20,9 +18,7 @@ from agent_loop.rollout.monitor import LagMonitor, TrajectoryMonitor
 from agent_loop.runtime.activity import ActivityMonitor, WaitKind, waiting_for
 from agent_loop.servers.pool import ServerPool
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
-from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput
-from agent_loop.types import StopReason
 from tests.helpers import encoded, small_tokenizer, text_reply, tool_call_reply, user
 from tests.rollout.harness import Adder, WorkerHarness
 
@@ -39,7 +35,8 @@ def hangs(request: ScriptedRequest) -> ScriptedReply:
     return text_reply("done") if "reward" in prompt or request.turn else tool_call_reply("add", a=1, b=2)
 
 
-def test_a_rollout_without_progress_logs_what_every_trajectory_waits_for_at_growing_intervals(
+@pytest.mark.virtual_time
+async def test_a_rollout_without_progress_logs_what_every_trajectory_waits_for_at_growing_intervals(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def reward(output: AgentLoopOutput, row: dict[str, Any]) -> float:
@@ -56,15 +53,10 @@ def test_a_rollout_without_progress_logs_what_every_trajectory_waits_for_at_grow
         deadline_s=1500,
     )
     rows = [{"raw_prompt": user(what)} for what in ["tool", "engine", "reward"] + ["engine"] * 17]
-
-    async def main() -> None:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1000):
-                await harness.worker.run(harness.jobs(rows))
-        harness.assert_nothing_is_left()
-
-    with caplog.at_level(logging.WARNING):
-        run_virtual(main())
+    with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError):
+        async with asyncio.timeout(1000):
+            await harness.worker.run(harness.jobs(rows))
+    harness.assert_nothing_is_left()
     first, *later = reports(caplog)
     lines = first.split("\n  ")
     assert lines[0].startswith("no progress for 120 s; last: group=")
@@ -72,19 +64,14 @@ def test_a_rollout_without_progress_logs_what_every_trajectory_waits_for_at_grow
         "14 trajectories in flight, by what they wait for: generate 12, tool 1, reward 1; "
         "6 more have not started (rollout.max_concurrent)"
     )
-    assert "group=0/rollout=0: tool add for 120 s" in lines
-    assert "group=1/rollout=0: generate scripted-0 for 120 s" in lines
-    assert "group=2/rollout=0: reward for 120 s" in lines
+    waits = ("tool add", "generate scripted-0", "reward")
+    assert {f"group={n}/rollout=0: {wait} for 120 s" for n, wait in enumerate(waits)} < set(lines)
     assert lines[-2] == "and 4 more"
     assert lines[-1] == (
         "server scripted-0: alive, 12 requests of this worker; it reports 12 running, 0 waiting, KV cache in "
         "use unknown, weights 0"
     )
-    assert [report.split(";")[0] for report in later] == [
-        "no progress for 240 s",
-        "no progress for 480 s",
-        "no progress for 960 s",
-    ]
+    assert [report.split(";")[0] for report in later] == [f"no progress for {n} s" for n in (240, 480, 960)]
 
 
 def test_a_rollout_with_progress_logs_nothing_and_a_second_stall_is_logged_again(
@@ -99,26 +86,16 @@ def test_a_rollout_with_progress_logs_nothing_and_a_second_stall_is_logged_again
     assert [report.split(";")[0] for report in reports(caplog)] == ["no progress for 120 s"] * 2
 
 
-@register("sleeper")
-class Sleeper(AgentLoopBase):
-    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
-        await asyncio.sleep(200)
-        return AgentLoopOutput(segments=(), stop_reason=StopReason.ANSWERED)
-
-
-def test_a_server_that_was_lost_is_reported_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.virtual_time
+async def test_a_server_that_was_lost_is_reported_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     multi_turn = MultiTurnConfig(tool_timeout_s=10_000)
     harness = WorkerHarness(hangs, tools=[Adder({"latency_s": 300.0})], multi_turn=multi_turn, silence_s=120)
-
-    async def main() -> None:
+    with caplog.at_level(logging.WARNING):
         async with asyncio.TaskGroup() as group:
             group.create_task(harness.worker.run(harness.jobs([{"raw_prompt": user("tool")}])))
             await asyncio.sleep(10)
             harness.server.die("out of memory")
             harness.server_manager.pool.mark_lost("scripted-0", reason="out of memory")
-
-    with caplog.at_level(logging.WARNING):
-        run_virtual(main())
     assert "server scripted-0: excluded (out of memory), not alive (out of memory)" in reports(caplog)[0]
 
 
@@ -141,43 +118,33 @@ def test_the_lag_of_the_event_loop_is_in_the_timing_of_the_batch() -> None:
     assert metrics["timing/event_loop_late_share"] == pytest.approx(3 / 4, abs=0.03)
 
 
-def test_code_that_blocks_the_event_loop_is_logged_with_its_line_while_it_blocks(
+async def test_code_that_blocks_the_event_loop_is_logged_with_its_line_while_it_blocks(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     activity_monitor = ActivityMonitor()
-    seen: list[str] = []
-
-    async def main() -> None:
-        with (
-            LagMonitor(activity_monitor, warn_s=0.1) as lag,
-            activity_monitor.trajectory("group=4/rollout=2"),
-        ):
-            await asyncio.sleep(0.05)
-            with waiting_for(WaitKind.TOOL, "slow"):
-                time.sleep(0.6)  # noqa: ASYNC251  (the fault that is to be found)
-            seen.extend(r.getMessage() for r in caplog.records)
-            await asyncio.sleep(0.1)
-        assert lag.max_s > 0.4
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(main())
-    assert "by group=4/rollout=2 (tool slow), at" in seen[0]
-    assert "time.sleep(0.6)" in seen[0]
+    with (
+        caplog.at_level(logging.WARNING),
+        LagMonitor(activity_monitor, warn_s=0.1) as lag,
+        activity_monitor.trajectory("group=4/rollout=2"),
+    ):
+        await asyncio.sleep(0.05)
+        with waiting_for(WaitKind.TOOL, "slow"):
+            time.sleep(0.6)  # noqa: ASYNC251  (the fault that is to be found)
+        [seen, *_] = [r.getMessage() for r in caplog.records]
+        await asyncio.sleep(0.1)
+    assert lag.max_s > 0.4
+    assert "by group=4/rollout=2 (tool slow), at" in seen
+    assert "time.sleep(0.6)" in seen
 
 
-def test_cancelled_waits_leave_nothing_in_the_monitor() -> None:
-    pool = ServerPool([])
-    gate = AdmissionGate()
-    monitor = TrajectoryMonitor(gate=gate, pool=pool, silence_s=None)
-
-    async def main() -> None:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(5), monitor.watching():
-                with monitor.activity_monitor.trajectory("a"), waiting_for(WaitKind.QUEUE):
-                    [activity] = monitor.activity_monitor.activities
-                    assert [str(wait) for wait in activity.waits] == ["queue"]
-                    await asyncio.sleep(10)
-        assert activity.waits == []
-        assert monitor.activity_monitor.activities == ()
-
-    run_virtual(main())
+@pytest.mark.virtual_time
+async def test_cancelled_waits_leave_nothing_in_the_monitor() -> None:
+    monitor = TrajectoryMonitor(gate=AdmissionGate(), pool=ServerPool([]), silence_s=None)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(5), monitor.watching():
+            with monitor.activity_monitor.trajectory("a"), waiting_for(WaitKind.QUEUE):
+                [activity] = monitor.activity_monitor.activities
+                assert [str(wait) for wait in activity.waits] == ["queue"]
+                await asyncio.sleep(10)
+    assert activity.waits == []
+    assert monitor.activity_monitor.activities == ()
