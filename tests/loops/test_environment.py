@@ -1,9 +1,11 @@
-"""Environment classes as written for TRL: their tools, rewards, errors and limits."""
+"""Environments: classes as written for TRL, and every method of the base class."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +14,10 @@ from agent_loop.config import MultiTurnConfig
 from agent_loop.environments.base import Environment, EnvironmentTool, Reply
 from agent_loop.environments.factory import EnvironmentFactory, load_environments
 from agent_loop.environments.trl import TrlClass, with_observation
-from agent_loop.errors import ConfigError, EnvironmentUnavailable, ToolError
+from agent_loop.errors import ConfigError, EnvironmentUnavailable
 from agent_loop.trajectory import IncidentKind, Trajectory
 from agent_loop.types import Message, StopReason
-from tests.helpers import roles, text_reply, tool_call_reply
+from tests.helpers import call_text, roles, text_reply, tool_call_reply, user
 from tests.rollout.harness import Adder, WorkerHarness
 
 
@@ -76,28 +78,22 @@ def no_shops() -> None:
     Shop.made = []
 
 
-def play(
-    make: Callable[[], Any],
-    answers: Sequence[Any],
-    *,
-    tools: Sequence[Any] = (),
-    row: Any = None,
-    **limits: Any,
-) -> Trajectory:
+def play(make: Callable[[], Any], answers: Sequence[Any], *, row: Any = None, **options: Any) -> Trajectory:
     environments = {"shop": EnvironmentFactory.of(make, where="shop")}
-    harness = WorkerHarness(
-        answers, environments=environments, agent="environment_agent", tools=tools, **limits
-    )
+    harness = WorkerHarness(answers, environments=environments, agent="environment_agent", **options)
     Shop.made.clear()
     return harness.run_one(**(row or {}))
 
 
+def failure_of(trajectory: Trajectory) -> str:
+    assert trajectory.output.stop_reason is StopReason.FAILED
+    assert trajectory.output.failure is not None
+    return trajectory.output.failure.error
+
+
 def test_an_environment_class_written_for_trl_works_unchanged() -> None:
-    trajectory = play(
-        Shop,
-        [tool_call_reply("buy", price=3), tool_call_reply("look"), text_reply("Done.")],
-        row={"budget": 5, "prompt": "x", "id": 7},
-    )
+    script = [tool_call_reply("buy", price=3), tool_call_reply("look"), text_reply("Done.")]
+    trajectory = play(Shop, script, row={"budget": 5, "prompt": "x", "id": 7})
     output = trajectory.output
     assert output.messages[0]["content"] == "What is 1 + 2? You have 5 coins."
     assert [m["content"] for m in output.messages if m["role"] == "tool"] == ["Bought tea.", "{'coins': 2}"]
@@ -115,11 +111,8 @@ def test_the_models_tools_are_the_public_methods() -> None:
     buy = tools["buy"].schema["function"]
     assert buy["description"] == "Buy something."
     assert buy["parameters"]["required"] == ["price"]
-    assert buy["parameters"]["properties"]["what"] == {
-        "type": "string",
-        "description": "Which thing.",
-        "default": "tea",
-    }
+    what = {"type": "string", "description": "Which thing.", "default": "tea"}
+    assert buy["parameters"]["properties"]["what"] == what
 
 
 def test_an_exception_of_a_method_is_reported_to_the_model() -> None:
@@ -130,44 +123,34 @@ def test_an_exception_of_a_method_is_reported_to_the_model() -> None:
 
 
 def test_trajectories_do_not_share_an_environment() -> None:
-    environments = {"shop": EnvironmentFactory.of(Shop, where="shop")}
     harness = WorkerHarness(
-        lambda request: tool_call_reply("buy", price=1) if request.turn == 0 else text_reply("Done."),
-        environments=environments,
+        [tool_call_reply("buy", price=1), text_reply("Done.")],
+        environments={"shop": EnvironmentFactory.of(Shop, where="shop")},
         agent="environment_agent",
     )
-    row = {"raw_prompt": [{"role": "user", "content": "Buy."}]}
-    assert [t.reward for t in harness.run([row] * 3)] == [1.0, 1.0, 1.0]
+    assert [t.reward for t in harness.run([{"raw_prompt": user("Buy.")}] * 3)] == [1.0, 1.0, 1.0]
     assert len(Shop.made) == 1 + 3
 
 
 def test_calls_of_one_turn_run_one_after_the_other() -> None:
     class Counter(Shop):
-        at_once = 0
+        num_running = 0
 
-        def buy(self, price: int) -> str:
-            """Buy.
+        async def look(self) -> dict[str, int]:
+            """Look."""
+            self.num_running += 1
+            await asyncio.sleep(1)
+            found, self.num_running = self.num_running, self.num_running - 1
+            return {"at once": found}
 
-            Args:
-                price: In coins.
-            """
-            self.at_once += 1
-            assert self.at_once == 1
-            self.at_once -= 1
-            return super().buy(price)
-
-    turn = text_reply(
-        "".join(f'<tool_call>{{"name": "buy", "arguments": {{"price": {n}}}}}</tool_call>' for n in (1, 2))
-    )
-    trajectory = play(Counter, [turn, text_reply("Done.")], multi_turn=MultiTurnConfig(max_parallel_calls=2))
-    assert trajectory.reward == 2.0
+    script = [text_reply(call_text("look") * 2), text_reply("Done.")]
+    output = play(Counter, script, multi_turn=MultiTurnConfig(max_parallel_calls=2)).output
+    assert [m["content"] for m in output.messages if m["role"] == "tool"] == ["{'at once': 1}"] * 2
 
 
 def test_the_reward_is_read_if_a_limit_ends_the_trajectory() -> None:
-    limits = MultiTurnConfig(max_assistant_turns=2)
-    trajectory = play(
-        Shop, [tool_call_reply("buy", price=1), tool_call_reply("buy", price=1)], multi_turn=limits
-    )
+    script = [tool_call_reply("buy", price=1)] * 2
+    trajectory = play(Shop, script, multi_turn=MultiTurnConfig(max_assistant_turns=2))
     assert trajectory.output.stop_reason is StopReason.MAX_ASSISTANT_TURNS
     assert trajectory.reward == 1.0
 
@@ -183,9 +166,7 @@ def test_the_reward_is_read_if_a_limit_ends_the_trajectory() -> None:
     ],
 )
 def test_an_environment_that_raises_fails_its_trajectory(broken: dict[str, Any], message: str) -> None:
-    output = play(type("Broken", (Closing,), broken), [text_reply("Hello.")]).output
-    assert output.failure is not None
-    assert message in output.failure.error
+    assert message in failure_of(play(type("Broken", (Closing,), broken), [text_reply("Hello.")]))
     assert Shop.made[0].log == ["closed"]
 
 
@@ -203,34 +184,26 @@ def test_a_method_that_hangs_times_out_and_blocks_nothing() -> None:
             return "late"
 
     limits = MultiTurnConfig(tool_timeout_s=0.2, close_timeout_s=0.2)
-    output = play(
-        Stuck, [tool_call_reply("buy", price=1), text_reply("Never mind.")], multi_turn=limits
-    ).output
+    trajectory = play(Stuck, [tool_call_reply("buy", price=1), text_reply("Never mind.")], multi_turn=limits)
     release.set()
-    assert output.messages[2]["content"] == "buy took longer than 0.2 s and was stopped"
-    assert output.failure is not None
-    assert "reward of shop took longer than 0.2 s" in output.failure.error
+    assert trajectory.output.messages[2]["content"] == "buy took longer than 0.2 s and was stopped"
+    assert "reward of shop took longer than 0.2 s" in failure_of(trajectory)
 
 
 def test_rows_select_one_of_several_environments() -> None:
     environments = {name: EnvironmentFactory.of(Shop, where=name) for name in ("shop", "stall")}
-    harness = WorkerHarness(
-        lambda _: text_reply("Hello."), environments=environments, agent="environment_agent"
-    )
+    harness = WorkerHarness([text_reply("Hello.")], environments=environments, agent="environment_agent")
     assert harness.run_one(environment="stall").reward == 0.0
     for named, message in (
         ("stal", "environment is 'stal': no such environment; did you mean 'stall'?"),
         (None, "environment is None: no such environment; there are: shop, stall"),
     ):
-        failure = harness.run_one(environment=named).output.failure
-        assert failure is not None
-        assert message in failure.error
+        assert message in failure_of(harness.run_one(environment=named))
 
 
 def test_a_tool_of_the_same_name_is_refused() -> None:
-    failure = play(Shop, [text_reply("Hello.")], tools=[Adder(name="buy")]).output.failure
-    assert failure is not None
-    assert "shop has a tool 'buy', and another tool has that name" in failure.error
+    trajectory = play(Shop, [text_reply("Hello.")], tools=[Adder(name="buy")])
+    assert "shop has a tool 'buy', and another tool has that name" in failure_of(trajectory)
 
 
 def test_an_image_in_the_content_parts_of_a_method_is_kept() -> None:
@@ -239,9 +212,8 @@ def test_an_image_in_the_content_parts_of_a_method_is_kept() -> None:
             """Look."""
             return [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "a cat"}]
 
-    failure = play(Camera, [tool_call_reply("look"), text_reply("A cat.")]).output.failure
-    assert failure is not None
-    assert "tool 'look' returned an image, but this model accepts only text; return text" in failure.error
+    message = "tool 'look' returned an image, but this model accepts only text; return text"
+    assert message in failure_of(play(Camera, [tool_call_reply("look"), text_reply("A cat.")]))
 
 
 def test_an_observation_is_appended_to_the_last_message() -> None:
@@ -253,35 +225,23 @@ def test_an_observation_is_appended_to_the_last_message() -> None:
     assert prompt[-1]["content"] == "b"
 
 
-class Endless:
-    pass
-
-
-def no_docstring() -> Any:
-    class Undocumented:
-        def reset(self, **row: Any) -> None: ...
-
-        def go(self) -> None: ...
-
-    return Undocumented()
-
-
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
         ("Endless", "Endless has no method reset"),
-        ("no_docstring", "go has no docstring"),
+        ("Undocumented", "go has no docstring"),
         ("no_such", "has no 'no_such'"),
-        ("pytestmark_", "has no 'pytestmark_'"),
     ],
 )
-def test_a_class_that_cannot_be_used_is_refused(reference: str, message: str) -> None:
+def test_a_class_that_cannot_be_used_is_refused(tmp_path: Path, reference: str, message: str) -> None:
+    undocumented = "class Undocumented:\n    def reset(self, **row): ...\n    def go(self): ...\n"
+    (tmp_path / "task.py").write_text(f"class Endless: ...\n{undocumented}")
     with pytest.raises(ConfigError, match=message):
-        load_environments({"x": f"{__file__}:{reference}"})
+        load_environments({"x": f"{tmp_path}/task.py:{reference}"})
 
 
 class Vault(Environment):
-    """Environment that uses every method of its base class."""
+    """Environment that uses every method of its base class, and whose server is down in the method of the row."""
 
     opened: list[Vault]
 
@@ -289,65 +249,58 @@ class Vault(Environment):
         self.calls: list[str] = []
         Vault.opened.append(self)
 
-    def reset(self, row: Any) -> list[Message]:
-        if row.get("fails") == "reset":
+    def _require(self, method: str) -> None:
+        if self.row.get("fails") == method:
             raise EnvironmentUnavailable("the vault's server is down")
+
+    def reset(self, row: Any) -> list[Message]:
         self.row = row
+        self._require("reset")
         return [{"role": "system", "content": "Open the vault."}, {"role": "user", "content": row["hint"]}]
 
     def tools(self) -> list[EnvironmentTool]:
         parameters = {"type": "object", "properties": {"digit": {"type": "integer"}}, "required": ["digit"]}
+        functions = [
+            {"name": name, "description": name, "parameters": parameters} for name in ("turn", "force")
+        ]
         return [
-            EnvironmentTool(
-                {
-                    "type": "function",
-                    "function": {"name": name, "description": name, "parameters": parameters},
-                },
-                is_shown=name != "force",
-            )
-            for name in ("turn", "force")
+            EnvironmentTool({"type": "function", "function": function}, is_shown=function["name"] != "force")
+            for function in functions
         ]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        if arguments["digit"] > 9:
-            raise ToolError("there is no such digit")
-        if self.row.get("fails") == "call":
-            raise EnvironmentUnavailable("the vault's server is down")
+        self._require("call")
         self.calls.append(f"{name} {arguments['digit']}")
         return "click"
 
     def reply(self, messages: Any) -> Reply:
-        if self.row.get("fails") == "reply":
-            raise EnvironmentUnavailable("the vault's server is down")
+        self._require("reply")
         return Reply("Go on.", score=0.25, is_over=len(self.calls) > 1)
 
     def reward(self, messages: Any) -> dict[str, Any]:
-        if self.row.get("fails") == "reward":
-            raise EnvironmentUnavailable("the vault's server is down")
+        self._require("reward")
         return {"reward": len(self.calls) / 2, "num_messages": len(messages)}
 
     def close(self) -> None:
         self.calls.append("closed")
 
 
-def play_vault(answers: Sequence[Any], **row: Any) -> Trajectory:
+def play_vault(**row: Any) -> Trajectory:
     Vault.opened = []
     environments = {"vault": EnvironmentFactory.of(Vault, where="vault")}
-    harness = WorkerHarness(answers, environments=environments, agent="environment_agent")
+    script = [
+        tool_call_reply("turn", digit=4),
+        text_reply("Done?"),
+        tool_call_reply("force", digit=2),
+        text_reply("Done."),
+    ]
+    harness = WorkerHarness(script, environments=environments, agent="environment_agent")
     Vault.opened.clear()
     return harness.run_one(hint="It is 42.", **row)
 
 
-VAULT_ANSWERS = [
-    tool_call_reply("turn", digit=4),
-    text_reply("Done?"),
-    tool_call_reply("force", digit=2),
-    text_reply("Done."),
-]
-
-
 def test_tools_replies_and_reward_share_one_environment() -> None:
-    trajectory = play_vault(VAULT_ANSWERS)
+    trajectory = play_vault()
     output = trajectory.output
     assert roles(output.messages) == [
         *("system", "user", "assistant", "tool", "assistant", "user"),
@@ -363,10 +316,8 @@ def test_tools_replies_and_reward_share_one_environment() -> None:
 
 @pytest.mark.parametrize("method", ["reset", "call", "reply", "reward"])
 def test_an_environment_that_is_unavailable_fails_its_trajectory_without_a_reward(method: str) -> None:
-    trajectory = play_vault(VAULT_ANSWERS, fails=method)
-    assert trajectory.output.stop_reason is StopReason.FAILED
-    assert trajectory.output.failure is not None
-    assert trajectory.output.failure.error == "EnvironmentUnavailable: the vault's server is down"
+    trajectory = play_vault(fails=method)
+    assert failure_of(trajectory) == "EnvironmentUnavailable: the vault's server is down"
     assert trajectory.reward is None
     [vault] = Vault.opened
     assert vault.calls[-1] == "closed"

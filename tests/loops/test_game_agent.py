@@ -16,7 +16,7 @@ from agent_loop.loops.game_agent import GameAgentLoop
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
-from tests.helpers import hermes_template, roles, text_reply
+from tests.helpers import hermes_template, roles, text_reply, user
 from tests.rollout.harness import WorkerHarness
 
 
@@ -93,6 +93,9 @@ class Alone(Environment):
         pass
 
 
+ALONE = {"players": ["policy", f"scripted:{__file__}:seven"]}
+
+
 def seven(turn: PlayerTurn) -> str:
     """Play 7, whatever happened."""
     return "7"
@@ -108,15 +111,18 @@ def no_games() -> None:
     Auction.made = []
 
 
-def by_seat(moves: Mapping[int, Sequence[str]]) -> Callable[[ScriptedRequest], ScriptedReply]:
+def seat_of(request: ScriptedRequest) -> int:
+    text = hermes_template().decode(request.prompt_ids.tolist())
+    [seat] = [seat for seat in range(3) if f"You are seat {seat}." in text]
+    return seat
+
+
+def by_seat(*moves: Sequence[str]) -> Callable[[ScriptedRequest], ScriptedReply]:
     """Return a script that answers as the seat of the request's conversation."""
+    return lambda request: text_reply(moves[seat_of(request)][request.turn])
 
-    def script(request: ScriptedRequest) -> ScriptedReply:
-        text = hermes_template().decode(request.prompt_ids.tolist())
-        [seat] = [seat for seat in moves if f"You are seat {seat}." in text]
-        return text_reply(moves[seat][request.turn])
 
-    return script
+TWO = by_seat(["1", "2"], ["3", "4"])
 
 
 def play(
@@ -125,7 +131,7 @@ def play(
     environments = {"auction": EnvironmentFactory.of(make, where="auction")}
     harness = WorkerHarness(script, environments=environments, agent="game_agent", **limits)
     Auction.made.clear()
-    raw_prompt = [{"role": "system", "content": "Play."}, {"role": "user", "content": "An auction."}]
+    raw_prompt = [{"role": "system", "content": "Play."}, *user("An auction.")]
     return harness.run([{"raw_prompt": raw_prompt, **(row or {})}])
 
 
@@ -133,37 +139,30 @@ def rewards(trajectories: Sequence[Trajectory]) -> list[float | None]:
     return [trajectory.reward for trajectory in trajectories]
 
 
+def reasons(trajectories: Sequence[Trajectory]) -> list[StopReason]:
+    return [trajectory.output.stop_reason for trajectory in trajectories]
+
+
 def test_in_self_play_every_seat_is_a_trajectory_with_its_own_reward_and_its_own_view() -> None:
-    first, second = play(by_seat({0: ["1", "2"], 1: ["3", "4"]}))
-    assert (first.reward, second.reward) == (-1.0, 1.0)
-    assert [t.output.extra_fields["seat"] for t in (first, second)] == [0, 1]
-    assert (first.branch, second.branch) == (0, 1)
+    first, second = trajectories = play(TWO)
+    assert rewards(trajectories) == [-1.0, 1.0]
+    assert [t.output.extra_fields["seat"] for t in trajectories] == [0, 1]
+    assert [t.branch for t in trajectories] == [0, 1]
     contents = [message["content"] for message in first.output.messages]
-    assert contents == [
-        "Play.",
-        "You are seat 0. Name a number.",
-        "1",
-        " Seat 1 says 3.",
-        "2",
-        " Seat 1 says 4.",
-    ]
+    heard = ["You are seat 0. Name a number.", "1", " Seat 1 says 3.", "2", " Seat 1 says 4."]
+    assert contents == ["Play.", *heard]
     assert roles(second.output.messages) == ["system", "user", "assistant", "user", "assistant"]
     assert second.output.messages[1]["content"] == "You are seat 1. Name a number. Seat 0 says 1."
-    assert {t.output.stop_reason for t in (first, second)} == {StopReason.INTERACTION_FINISHED}
+    assert set(reasons(trajectories)) == {StopReason.INTERACTION_FINISHED}
     assert Auction.made[0].is_closed
-
-
-def test_only_a_seats_own_moves_are_trained() -> None:
-    template = hermes_template()
-    for trajectory, moves in zip(play(by_seat({0: ["1", "2"], 1: ["3", "4"]})), ("12", "34"), strict=True):
+    for trajectory, moves in zip(trajectories, ("12", "34"), strict=True):
         output = trajectory.output
         trained = output.response_ids[output.response_mask.astype(bool)].tolist()
-        assert template.decode(trained).replace("<|im_end|>", "") == moves
+        assert hermes_template().decode(trained).replace("<|im_end|>", "") == moves
 
 
 def test_opponents_are_observed_and_have_no_trajectory() -> None:
-    player = f"scripted:{__file__}:seven"
-    [trajectory] = play(by_seat({0: ["1", "2"]}), row={"players": ["policy", player]})
+    [trajectory] = play(TWO, row=ALONE)
     assert trajectory.branch is None
     assert trajectory.reward == -1.0
     assert " Seat 1 says 7." in [message["content"] for message in trajectory.output.messages]
@@ -171,7 +170,7 @@ def test_opponents_are_observed_and_have_no_trajectory() -> None:
 
 def test_random_players_play_legal_moves_and_first_players_the_first() -> None:
     row = {"num_seats": 3, "players": ["first", "policy", "random"]}
-    [trajectory] = play(by_seat({1: ["9", "9"]}), row=row)
+    [trajectory] = play(by_seat([], ["9", "9"]), row=row)
     assert trajectory.reward == 1.0
     assert Auction.made[0].sums[0] == 2
     assert 2 <= Auction.made[0].sums[2] <= 6
@@ -179,32 +178,26 @@ def test_random_players_play_legal_moves_and_first_players_the_first() -> None:
 
 
 def test_a_seat_without_a_turn_has_its_reward_and_no_tokens() -> None:
-    _, second = play(by_seat({0: ["what?"], 1: ["3"]}))
+    _, second = play(by_seat(["what?"], ["3"]))
     assert len(second.output.response_ids) == 0
     assert second.output.stop_reason is StopReason.INTERACTION_FINISHED
 
 
 def test_a_seat_at_a_limit_forfeits_and_the_others_end_properly() -> None:
-    trajectories = play(by_seat({0: ["1", "2"], 1: ["3", "4"]}), max_assistant_turns=1)
+    trajectories = play(TWO, max_assistant_turns=1)
     assert rewards(trajectories) == [-1.0, 1.0]
-    assert [t.output.stop_reason for t in trajectories] == [
-        StopReason.MAX_ASSISTANT_TURNS,
-        StopReason.INTERACTION_FINISHED,
-    ]
+    assert reasons(trajectories) == [StopReason.MAX_ASSISTANT_TURNS, StopReason.INTERACTION_FINISHED]
 
 
 def test_a_move_that_is_cut_forfeits() -> None:
-    def script(request: ScriptedRequest) -> ScriptedReply:
-        return ScriptedReply(text_reply("9" * 40).token_ids[:-1], stops=False)
-
-    trajectories = play(script, response_length=8)
+    trajectories = play([text_reply("9" * 40, ends=False)], response_length=8)
     assert rewards(trajectories) == [-1.0, 1.0]
-    assert trajectories[0].output.stop_reason is StopReason.RESPONSE_LENGTH
+    assert reasons(trajectories)[0] is StopReason.RESPONSE_LENGTH
 
 
 @pytest.mark.parametrize("left", [4, 3, 1])
 def test_a_game_that_cannot_be_reached_fails_all_seats_without_rewards(left: int) -> None:
-    trajectories = play(by_seat({0: ["1", "2"], 1: ["3", "4"]}), row={"fails": left})
+    trajectories = play(TWO, row={"fails": left})
     assert rewards(trajectories) == [None] * len(trajectories)
     assert len(trajectories) == (1 if left > 2 else 2)
     for trajectory in trajectories:
@@ -215,13 +208,11 @@ def test_a_game_that_cannot_be_reached_fails_all_seats_without_rewards(left: int
 
 
 def test_a_server_that_fails_one_seat_fails_all_of_the_game() -> None:
-    def script(request: ScriptedRequest) -> ScriptedReply:
-        text = hermes_template().decode(request.prompt_ids.tolist())
-        return ScriptedReply([], error="no memory") if "You are seat 1." in text else text_reply("1")
-
-    first, second = play(script)
-    assert (first.reward, second.reward) == (None, None)
-    assert first.output.stop_reason is second.output.stop_reason is StopReason.FAILED
+    trajectories = play(
+        lambda request: ScriptedReply([], error="no memory") if seat_of(request) else text_reply("1")
+    )
+    assert rewards(trajectories) == [None, None]
+    assert set(reasons(trajectories)) == {StopReason.FAILED}
 
 
 @pytest.mark.parametrize(
@@ -235,7 +226,7 @@ def test_a_server_that_fails_one_seat_fails_all_of_the_game() -> None:
     ],
 )
 def test_mistakes_of_games_and_players_are_named(make: Any, row: Mapping[str, Any], message: str) -> None:
-    trajectories = play(by_seat({0: ["1"] * 3, 1: ["3", "4"]}), make, row, max_assistant_turns=3)
+    trajectories = play(by_seat(["1"] * 3, ["3", "4"]), make, row, max_assistant_turns=3)
     for trajectory in trajectories:
         assert trajectory.reward is None
         assert trajectory.output.failure is not None

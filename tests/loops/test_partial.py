@@ -1,30 +1,46 @@
-"""Trajectories that are cancelled and resumed, compared with trajectories that run without a cancellation."""
+"""Trajectories that are cancelled and resumed: with any tools, with tools whose state is lost, and on an engine."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import pickle
 import random
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from uuid import uuid4
 
 import numpy as np
 import pytest
 
+from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.errors import EpisodeError
+from agent_loop.integrations import verl
+from agent_loop.loops.base import LoopContext
+from agent_loop.loops.partial import AsyncPartialToolAgentLoop
 from agent_loop.recording.row_log import ReplayMismatch
 from agent_loop.recording.values import pack
 from agent_loop.runtime.instances import OnReplay
+from agent_loop.servers.embedded import EmbeddedServer
+from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind
 from agent_loop.types import Origin, StopReason
 from tests.harness import thinned
-from tests.helpers import call_text, encoded
-from tests.loops.partials import TOKEN_S, PartialRunner, facts, logprob_at, random_turns
+from tests.helpers import call_text, encoded, hermes_template, small_tokenizer, user
+from tests.loops.partials import TOKEN_S, CountingTool, PartialRunner, facts, logprob_at, random_turns
+from tests.servers.tiny_embedded import (
+    full_forward_logprobs,
+    serving,
+    tiny_model,
+    wait_until_decoded,
+    weights_of,
+)
 
 TOOLS = {
     "look": (OnReplay.RECORDED, 0.4),
@@ -111,17 +127,14 @@ def test_an_aborted_completion_resumes_from_its_tokens_and_its_calls_are_parsed_
     }
 
 
-def test_a_completion_on_both_sides_of_a_weight_update_is_one_turn_of_two_segments() -> None:
-    async def scenario() -> tuple[AgentLoopOutput, AgentLoopOutput]:
-        runner = PartialRunner(ASKING_TURNS, tools=TOOLS)
-        part = await runner.run(cancel_after_s=10.5 * TOKEN_S)
-        await runner.server_manager.pool.update_weights([], weight_version=7)
-        return part, await runner.run(partial_output=part)
-
-    part, output = run_virtual(scenario())
+@pytest.mark.virtual_time
+async def test_a_completion_on_both_sides_of_a_weight_update_is_one_turn_of_two_segments() -> None:
+    runner = PartialRunner(ASKING_TURNS, tools=TOOLS)
+    part = await runner.run(cancel_after_s=10.5 * TOKEN_S)
+    await runner.server_manager.pool.update_weights([], weight_version=7)
+    output = await runner.run(partial_output=part)
     by_model = [(len(s), s.weight_version) for s in output.segments if s.origin is Origin.MODEL]
-    num_first = len(encoded(f"{ASKING}<|im_end|>"))
-    assert by_model[:2] == [(10, 0), (num_first - 10, 7)]
+    assert by_model[:2] == [(10, 0), (len(encoded(f"{ASKING}<|im_end|>")) - 10, 7)]
     assert output.num_assistant_turns == 2
     versions = output.weight_versions[output.response_mask == 1]
     assert versions.tolist() == [0] * len(part.response_ids) + [7] * (len(versions) - 10)
@@ -168,10 +181,9 @@ def test_a_call_that_may_run_only_once_and_does_not_end_in_time_is_answered_with
 
 
 def test_queued_calls_are_not_started_after_a_cancellation() -> None:
-    runner = PartialRunner(
-        [f"{call_text('book', a=1)}{call_text('book', a=2)}", "Done."], tools=TOOLS, max_parallel_calls=1
-    )
-    num_tokens = len(encoded(f"{call_text('book', a=1)}{call_text('book', a=2)}<|im_end|>"))
+    both = call_text("book", a=1) + call_text("book", a=2)
+    runner = PartialRunner([both, "Done."], tools=TOOLS, max_parallel_calls=1)
+    num_tokens = len(encoded(f"{both}<|im_end|>"))
     part = run_virtual(runner.run(cancel_after_s=num_tokens * TOKEN_S + 0.5))
     assert runner.counts.started == {"book": 1}
     output = run_virtual(runner.run(partial_output=part))
@@ -180,9 +192,8 @@ def test_queued_calls_are_not_started_after_a_cancellation() -> None:
 
 
 def test_a_trajectory_whose_tool_cannot_be_replayed_starts_again_and_keeps_the_incident() -> None:
-    runner = PartialRunner(
-        ASKING_TURNS, tools={**TOOLS, "look": (OnReplay.RESTART, 0.4), "book": (OnReplay.RERUN, 0.1)}
-    )
+    tools = {**TOOLS, "look": (OnReplay.RESTART, 0.4), "book": (OnReplay.RERUN, 0.1)}
+    runner = PartialRunner(ASKING_TURNS, tools=tools)
     again = run_virtual(runner.run(partial_output=cut_in("calls", runner), cancel_after_s=8 * TOKEN_S + 0.05))
     output = run_virtual(runner.run(partial_output=again))
     for each in (again, output):
@@ -201,8 +212,8 @@ def test_a_trajectory_that_cannot_be_replayed_and_used_a_once_only_tool_is_refus
 
 
 def test_another_process_can_resume_a_cancelled_trajectory(tmp_path: Path) -> None:
-    runner = PartialRunner(ASKING_TURNS, tools=TOOLS)
-    whole, part = run_virtual(PartialRunner(ASKING_TURNS, tools=TOOLS).run()), cut_in("calls", runner)
+    whole = run_virtual(PartialRunner(ASKING_TURNS, tools=TOOLS).run())
+    part = cut_in("calls", PartialRunner(ASKING_TURNS, tools=TOOLS))
     (tmp_path / "part").write_bytes(pickle.dumps(part))
     code = f"""
         import pickle
@@ -238,17 +249,197 @@ def test_a_trajectory_whose_row_changed_starts_again() -> None:
     assert "the loop is not deterministic, or its code was changed" in output.incidents[0].detail
 
 
-def test_a_server_that_does_not_answer_an_abort_costs_its_tokens_and_a_few_seconds() -> None:
-    async def scenario() -> tuple[AgentLoopOutput, float]:
-        runner = PartialRunner(["Hm. " * 60], tools=TOOLS)
+@pytest.mark.virtual_time
+async def test_a_server_that_does_not_answer_an_abort_costs_its_tokens_and_a_few_seconds() -> None:
+    runner = PartialRunner(["Hm. " * 60], tools=TOOLS)
 
-        async def abort(request_id: str) -> None:
-            await asyncio.Event().wait()
+    async def abort(request_id: str) -> None:
+        await asyncio.Event().wait()
 
-        runner.servers[0].abort = abort
-        started = asyncio.get_running_loop().time()
-        return await runner.run(cancel_after_s=1), asyncio.get_running_loop().time() - started
-
-    part, seconds = run_virtual(scenario())
+    runner.servers[0].abort = abort
+    started = asyncio.get_running_loop().time()
+    part = await runner.run(cancel_after_s=1)
+    assert asyncio.get_running_loop().time() - started < 10
     assert (part.stop_reason, len(part.response_ids)) == (StopReason.CANCELLED, 0)
-    assert seconds < 10
+
+
+# -- tools whose state cannot be restored ------------------------------------------------------------------------------
+
+LATENCY_S = 0.4
+LOOK = f"I look. {call_text('look', a=0)}"
+NOT_RESTORABLE = {"look": (OnReplay.RESTART, LATENCY_S)}
+
+
+class Judge(CountingTool):
+    """Tool whose reward is the number of calls of its trajectory."""
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
+        self._counts.started["verdict"] += 1
+        return float(self.open[instance_id])
+
+
+class VerlTool(verl.BaseTool):
+    """Tool as written for verl: it has state, a reward that reads the state, and no `on_replay`."""
+
+    started: ClassVar[list[str]] = []
+
+    def __init__(self, name: str, counts: Any, **options: Any) -> None:
+        parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+        function = {"name": name, "description": "Does.", "parameters": parameters}
+        super().__init__({}, {"type": "function", "function": function})
+        self.open: dict[str, int] = {}
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, Any]:
+        instance_id = instance_id or str(uuid4())
+        self.open[instance_id] = 0
+        return instance_id, verl.ToolResponse()
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        self.started.append(instance_id)
+        self.open[instance_id] += 1
+        return verl.ToolResponse(text="done"), 0.0, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        return float(self.open[instance_id])
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        del self.open[instance_id]
+
+
+def resumed_after(
+    *sampled: str, turns: Sequence[str], latency_s: float = LATENCY_S, **options: Any
+) -> tuple[AgentLoopOutput, AgentLoopOutput, PartialRunner]:
+    """Cancel a trajectory a few tokens after these turns, each of which calls a tool, and resume it."""
+    runner = PartialRunner(turns, **{"tools": NOT_RESTORABLE, **options})
+    num_tokens = sum(len(encoded(f"{turn}<|im_end|>")) for turn in sampled)
+    seconds = (num_tokens + 3.5) * TOKEN_S + len(sampled) * latency_s
+    part = run_virtual(runner.run(cancel_after_s=seconds))
+    return part, run_virtual(runner.run(partial_output=part)), runner
+
+
+def restarts(output: AgentLoopOutput) -> list[str]:
+    return [i.detail for i in output.incidents if i.kind is IncidentKind.RESTARTED]
+
+
+def test_a_new_call_of_a_tool_whose_state_is_lost_starts_the_trajectory_again() -> None:
+    _, output, runner = resumed_after(LOOK, turns=[LOOK, LOOK, "It is done."])
+    [reason] = restarts(output)
+    assert "tool 'look' is called after tool 'look', whose state cannot be restored" in reason
+    assert output.stop_reason is StopReason.ANSWERED
+    assert runner.counts.started["look"] == 3
+
+
+@pytest.mark.parametrize(
+    ("on_replay", "num_restarts"), [("recorded", 0), ("rerun", 0), ("once", 1), ("restart", 1)]
+)
+def test_other_tools_may_be_called_later_if_they_cannot_read_the_lost_state(
+    on_replay: str, num_restarts: int
+) -> None:
+    turns = [LOOK, f"And now. {call_text('book', a=0)}", "It is done."]
+    tools = {**NOT_RESTORABLE, "book": (OnReplay(on_replay), LATENCY_S)}
+    _, output, runner = resumed_after(LOOK, turns=turns, tools=tools)
+    assert len(restarts(output)) == num_restarts
+    assert output.stop_reason is StopReason.ANSWERED
+    assert runner.counts.started == {"book": 1, "look": 1 + num_restarts}
+
+
+def test_a_tool_reward_is_calculated_at_the_cancellation_and_counts_at_the_end() -> None:
+    turns = [LOOK, LOOK, "It is done."]
+    part, _, _ = resumed_after(LOOK, LOOK, turns=turns, tool_class=Judge)
+    runner = PartialRunner(turns, tools=NOT_RESTORABLE, tool_class=Judge)
+    again = run_virtual(runner.run(partial_output=part, cancel_after_s=2.5 * TOKEN_S))
+    assert again.stop_reason is StopReason.CANCELLED
+    assert part.reward_score is again.reward_score is None
+    output = run_virtual(runner.run(partial_output=again))
+    assert output.reward_score == 2.0
+    assert not restarts(output)
+    assert not runner.counts.started, "neither a call nor the reward runs again"
+
+
+def test_a_tool_of_verl_keeps_tokens_and_reward() -> None:
+    VerlTool.started.clear()
+    part, output, _ = resumed_after(LOOK, turns=[LOOK, "It is done."], latency_s=0, tool_class=VerlTool)
+    assert not restarts(output)
+    assert output.reward_score == 1.0
+    assert output.response_ids.tolist()[: len(part.response_ids)] == part.response_ids.tolist()
+    assert len(VerlTool.started) == 1
+
+
+@pytest.mark.nightly(keep=1)
+@pytest.mark.parametrize("first_seed", range(0, 60, 20))
+def test_any_cancelled_and_resumed_trajectory_ends_as_one_without_a_cancellation(first_seed: int) -> None:
+    num_cut = num_restarts = 0
+    tools = {**NOT_RESTORABLE, "book": (OnReplay.RESTART, 0.7), "step": (OnReplay.RERUN, 0.3)}
+    for seed in range(first_seed, first_seed + 20):
+        rng = random.Random(seed)
+        turns = random_turns(rng, many=["look", "book"], one="step")
+        runner = PartialRunner(turns, tools=tools, tool_class=Judge)
+        whole = run_virtual(PartialRunner(turns, tools=tools, tool_class=Judge).run())
+        cuts = [rng.uniform(0, whole.metrics.total) for _ in range(rng.randint(1, 3))]
+        output, parts = run_virtual(runner.run_in_parts(cuts))
+        num_cut += len(parts)
+        num_restarts += bool(restarts(output))
+        expected, found = facts(whole), facts(output)
+        incidents = [i for i in output.incidents if i.kind is not IncidentKind.RESTARTED]
+        found["incidents"] = expected["incidents"] if incidents == list(whole.incidents) else incidents
+        assert found == expected, seed
+        assert output.reward_score == whole.reward_score, seed
+    assert num_cut > num_restarts > 0
+
+
+# -- on the embedded engine --------------------------------------------------------------------------------------------
+
+MODEL = tiny_model(vocab_size=len(small_tokenizer()))
+OTHER = tiny_model(vocab_size=len(small_tokenizer()), seed=1)
+
+
+def make_loop(server: EmbeddedServer) -> AsyncPartialToolAgentLoop:
+    limits = EpisodeLimits(prompt_length=100, response_length=120)
+    servers = AsyncLLMServerManager([server])
+    return AsyncPartialToolAgentLoop(
+        LoopContext(server_manager=servers, template=hermes_template(), limits=limits)
+    )
+
+
+async def speak(server: EmbeddedServer, **options: Any) -> AgentLoopOutput:
+    return await make_loop(server).run({"temperature": 0}, raw_prompt=user("Speak."), **options)
+
+
+async def cut_after(num_tokens: int, server: EmbeddedServer) -> AgentLoopOutput:
+    event = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(speak(server, cancellation_event=event))
+        await wait_until_decoded(server, num_tokens)
+        event.set()
+    return running.result()
+
+
+async def test_an_aborted_completion_resumes_with_the_same_tokens_and_logprobs_on_an_engine() -> None:
+    async with serving(MODEL) as server:
+        part = await cut_after(20, server)
+        output = await speak(server, partial_output=part)
+        whole = await speak(server)
+    assert part.stop_reason is StopReason.CANCELLED
+    assert 20 <= len(part.response_ids) < 120
+    assert output.response_ids.tolist() == whole.response_ids.tolist()
+    assert len(whole.response_ids) == 120
+    assert output.response_logprobs is not None
+    np.testing.assert_allclose(output.response_logprobs, whole.response_logprobs, atol=1e-4)
+
+
+async def test_under_new_weights_each_token_has_the_logprob_and_the_version_of_the_model_that_sampled_it() -> (
+    None
+):
+    async with serving(copy.deepcopy(MODEL)) as server:
+        part = await cut_after(20, server)
+        await server.update_weights(weights_of(OTHER).items(), weight_version=3)
+        output = await speak(server, partial_output=part)
+    num_old = len(part.response_ids)
+    ids = output.response_ids.tolist()
+    assert output.weight_versions.tolist() == [0] * num_old + [3] * (len(ids) - num_old)
+    expected = [
+        *full_forward_logprobs(MODEL, output.prompt_ids, ids)[:num_old],
+        *full_forward_logprobs(OTHER, output.prompt_ids, ids)[num_old:],
+    ]
+    assert output.response_logprobs is not None
+    np.testing.assert_allclose(output.response_logprobs, expected, atol=1e-4)

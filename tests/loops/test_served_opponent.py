@@ -23,12 +23,43 @@ from agent_loop.trajectory import FailureKind, Trajectory
 from tests.cli.project import make_project
 from tests.cli.test_serve import COMMAND, running
 from tests.helpers import small_tokenizer
-from tests.loops import echo_game
-from tests.loops.echo_game import NUM_ROUNDS
 from tests.rollout.outages import retries_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
+NUM_ROUNDS = 2
+GAME = f"""
+from agent_loop.environments.game import Game
+
+
+class EchoGame(Game):
+    '''Two seats say something in turns, and hear each other. Every text is legal. The longer texts win.'''
+
+    def reset(self, row):
+        self.texts = [[], []]
+        self.loser = None
+        return 2
+
+    def turn(self):
+        num_texts = sum(map(len, self.texts))
+        return None if self.loser is not None or num_texts == 2 * {NUM_ROUNDS} else num_texts % 2
+
+    def observe(self, seat):
+        theirs = self.texts[1 - seat]
+        return f"The other seat said {{' '.join(theirs[-1].split()) or 'nothing'}}." if theirs else "Begin."
+
+    def act(self, seat, text):
+        self.texts[seat].append(text)
+
+    def forfeit(self, seat):
+        self.loser = seat
+
+    def rewards(self):
+        if self.loser is not None:
+            return {{seat: -1.0 if seat == self.loser else 1.0 for seat in range(2)}}
+        first, second = (sum(map(len, texts)) for texts in self.texts)
+        return {{0: float(first > second), 1: float(second > first)}}
+"""
 OLD = "step-100"
 """Name under which the older weights are served."""
 MAX_MOVE_TOKENS = 6
@@ -73,13 +104,13 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "retries": 1,
         "max_failed_share": 1.0,
         "agent": {"default_agent_loop": "game_agent", "agent_loop_config_path": "loops.yaml"},
-        "multi_turn": {"environments": {"echo": f"{echo_game.__file__}:EchoGame"}, "max_turn_tokens": 256},
+        "multi_turn": {"environments": {"echo": f"{folder}/game.py:EchoGame"}, "max_turn_tokens": 256},
     }
     settings["trainer"] |= {"total_steps": 2, "save_every": 5}
     del settings["reward"]
     path.write_text(yaml.safe_dump(settings))
-    rows = '{"prompt": "Talk.", "environment": "echo"}\n' * 4
-    (folder / "rows.jsonl").write_text(rows)
+    (folder / "game.py").write_text(GAME)
+    (folder / "rows.jsonl").write_text('{"prompt": "Talk.", "environment": "echo"}\n' * 4)
     return folder
 
 
@@ -103,13 +134,8 @@ def name_opponent(folder: Path, *, base_url: str, **settings: Any) -> None:
 
 
 def settings_of(folder: Path) -> Config:
-    overrides = {
-        "model.path": folder / "present",
-        "rollout.agent.agent_loop_config_path": folder / "loops.yaml",
-    }
-    return load_config(
-        folder / "config.yaml", overrides=[f"{key}={value}" for key, value in overrides.items()]
-    )
+    loops = f"rollout.agent.agent_loop_config_path={folder / 'loops.yaml'}"
+    return load_config(folder / "config.yaml", overrides=[f"model.path={folder / 'present'}", loops])
 
 
 async def play(folder: Path) -> list[Trajectory]:

@@ -1,8 +1,9 @@
-"""The tool loop: calls and their replies, malformed calls, limits, deadlines and interactions."""
+"""The tool loop: calls and their replies, limits, deadlines, interactions, and handlers that users override."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,16 +12,20 @@ import pytest
 from agent_loop.config import MultiTurnConfig
 from agent_loop.errors import ToolError
 from agent_loop.interactions.base import BaseInteraction
+from agent_loop.loops import ToolAgentLoop
+from agent_loop.loops.agent_data import AgentData
+from agent_loop.loops.registry import register
 from agent_loop.loops.tool_agent import MAX_MALFORMED_REPLIES
 from agent_loop.servers.scripted import ScriptedReply
 from agent_loop.tools.base import trajectory_of
 from agent_loop.trajectory import IncidentKind, Trajectory
-from agent_loop.types import Message, Origin, StopReason
-from tests.helpers import call_text, encoded, hermes_template, roles, text_reply, tool_call_reply
+from agent_loop.types import AgentState, Message, Origin, StopReason
+from tests.helpers import call_text, encoded, hermes_template, roles, text_reply, tool_call_reply, user
 from tests.rollout.harness import Adder, WorkerHarness
 
 ADD = tool_call_reply("add", a=1, b=2)
 ANSWER = text_reply("It is 3.")
+MALFORMED = text_reply('<tool_call>{"name": "add"</tool_call>')
 
 
 def kinds(trajectory: Trajectory) -> list[IncidentKind]:
@@ -33,11 +38,14 @@ def replies(trajectory: Trajectory) -> list[str]:
 
 def assert_record_matches_requests(trajectory: Trajectory, harness: WorkerHarness) -> None:
     """Check that the context of each request is a prefix of the trajectory's tokens."""
-    record = np.concatenate([segment.token_ids for segment in trajectory.output.segments])
+    output = trajectory.output
+    record = np.concatenate([segment.token_ids for segment in output.segments])
     for request in harness.server.requests:
         assert record[: len(request.prompt_ids)].tolist() == request.prompt_ids.tolist()
-    output = trajectory.output
     assert len(output.response_ids) == len(output.response_mask) == len(output.weight_versions)
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_call_is_run_and_its_reply_reaches_the_model_before_the_answer() -> None:
@@ -69,13 +77,78 @@ def test_calls_beyond_max_parallel_calls_queue_and_all_are_answered() -> None:
     assert trajectory.output.metrics.tool_calls == 2.0
 
 
-def test_the_reply_to_a_malformed_call_states_the_error() -> None:
-    trajectory = WorkerHarness(
-        [text_reply('<tool_call>{"name": "add"</tool_call>'), ANSWER], tools=[Adder()]
-    ).run_one()
-    assert "not valid JSON" in replies(trajectory)[0]
-    assert kinds(trajectory) == [IncidentKind.INVALID_TURN, IncidentKind.MALFORMED_CALL]
-    assert trajectory.output.stop_reason is StopReason.ANSWERED
+def bridge_length(text: str) -> int:
+    message: Message = {"role": "tool", "content": text, "name": "add"}
+    return len(hermes_template().bridge([message], last_token_id=ADD.token_ids[-1]))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Completions with their incidents, and how the trajectory ends."""
+
+    script: list[ScriptedReply]
+    incidents: list[IncidentKind]
+    reply: str | None = None
+    """Part of the first reply of a tool. None if there is no reply."""
+    reason: StopReason = StopReason.ANSWERED
+    num_executed: int = 0
+    tool: dict[str, Any] = field(default_factory=dict[str, Any])
+    multi_turn: dict[str, Any] = field(default_factory=dict[str, Any])
+    limits: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+K, R = IncidentKind, StopReason
+NOT_A_CALL = [K.INVALID_TURN, K.MALFORMED_CALL]
+UNFIT = {"response_length": len(ADD.token_ids) + bridge_length("3") - 1}
+CASES = {
+    "malformed call": Case([MALFORMED, ANSWER], NOT_A_CALL, "not valid JSON"),
+    "many malformed turns": Case(
+        [MALFORMED] * 3, NOT_A_CALL * 3, "JSON", R.MAX_INVALID_TURNS, multi_turn={"max_invalid_turns": 2}
+    ),
+    "unknown tool": Case([tool_call_reply("ad", a=1), ANSWER], [K.UNKNOWN_TOOL], "'add'"),
+    "invalid arguments": Case([tool_call_reply("add", a="one"), ANSWER], [K.INVALID_ARGUMENTS], "one"),
+    "tool error": Case(
+        [ADD, ANSWER],
+        [K.TOOL_ERROR],
+        "the abacus is broken",
+        num_executed=1,
+        tool={"raises": ToolError("the abacus is broken")},
+    ),
+    "hung tool": Case(
+        [ADD, ANSWER],
+        [K.TOOL_TIMEOUT],
+        "longer than 5",
+        num_executed=1,
+        tool={"latency_s": math.inf},
+        multi_turn={"tool_timeout_s": 5},
+    ),
+    "reply that does not fit": Case([ADD], [K.DROPPED_OBSERVATION], "3", R.RESPONSE_LENGTH, 1, limits=UNFIT),
+    "call on the last user turn": Case(
+        [ADD, ADD], [K.UNEXECUTED_CALL], "3", R.MAX_USER_TURNS, 1, multi_turn={"max_user_turns": 1}
+    ),
+    "call on the last assistant turn": Case(
+        [ADD], [K.UNEXECUTED_CALL], reason=R.MAX_ASSISTANT_TURNS, multi_turn={"max_assistant_turns": 1}
+    ),
+    "cut answer": Case([ANSWER], [K.CUT_TURN], reason=R.RESPONSE_LENGTH, limits={"response_length": 3}),
+    "long prompt": Case([], [K.TRUNCATED_PROMPT], reason=R.PROMPT_LENGTH, limits={"prompt_length": 3}),
+    "call inside reasoning": Case([text_reply(f"<think>{call_text('add', a=1, b=2)}</think>3")], []),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_turns_that_go_wrong_are_reported_and_answered_or_end_the_episode(name: str) -> None:
+    case = CASES[name]
+    tool = Adder(case.tool)
+    multi_turn = MultiTurnConfig(**case.multi_turn)
+    harness = WorkerHarness(case.script, tools=[tool], multi_turn=multi_turn, **case.limits)
+    trajectory = harness.run_one()
+    assert trajectory.output.stop_reason is case.reason
+    assert kinds(trajectory) == case.incidents
+    assert bool(replies(trajectory)) == (case.reply is not None)
+    assert (case.reply or "") in "".join(replies(trajectory)[:1])
+    assert len(tool.executed) == case.num_executed
+    assert len(harness.server.requests) == len(case.script)
+    assert tool.open == set()
 
 
 def test_a_thousand_malformed_calls_get_a_few_replies_and_a_count_of_the_rest() -> None:
@@ -86,38 +159,6 @@ def test_a_thousand_malformed_calls_get_a_few_replies_and_a_count_of_the_rest() 
     assert result == "3"
     assert rest == f"Error: {1000 - MAX_MALFORMED_REPLIES} more calls cannot be read either"
     assert kinds(trajectory).count(IncidentKind.MALFORMED_CALL) == 1000
-
-
-def test_turns_with_only_malformed_calls_end_the_episode_after_max_invalid_turns() -> None:
-    harness = WorkerHarness(
-        lambda _: text_reply("<tool_call>oops</tool_call>"),
-        tools=[Adder()],
-        multi_turn=MultiTurnConfig(max_invalid_turns=2),
-    )
-    trajectory = harness.run_one()
-    assert trajectory.output.stop_reason is StopReason.MAX_INVALID_TURNS
-    assert len(harness.server.requests) == 3
-
-
-def test_an_unknown_tool_is_answered_with_the_nearest_name() -> None:
-    trajectory = WorkerHarness([tool_call_reply("ad", a=1), ANSWER], tools=[Adder()]).run_one()
-    assert "'add'" in replies(trajectory)[0]
-    assert kinds(trajectory) == [IncidentKind.UNKNOWN_TOOL]
-
-
-def test_invalid_arguments_are_answered_and_do_not_reach_the_tool() -> None:
-    tool = Adder()
-    trajectory = WorkerHarness([tool_call_reply("add", a="one"), ANSWER], tools=[tool]).run_one()
-    assert tool.executed == []
-    assert kinds(trajectory) == [IncidentKind.INVALID_ARGUMENTS]
-    assert trajectory.output.stop_reason is StopReason.ANSWERED
-
-
-def test_a_tool_error_is_reported_to_the_model() -> None:
-    tool = Adder({"raises": ToolError("the abacus is broken")})
-    trajectory = WorkerHarness([ADD, ANSWER], tools=[tool]).run_one()
-    assert replies(trajectory) == ["the abacus is broken"]
-    assert kinds(trajectory) == [IncidentKind.TOOL_ERROR]
 
 
 def test_any_other_exception_in_a_tool_fails_the_trajectory_as_a_bug_of_the_tool() -> None:
@@ -133,16 +174,6 @@ def test_any_other_exception_in_a_tool_fails_the_trajectory_as_a_bug_of_the_tool
     assert trajectory.output.response_mask.sum() == len(ADD.token_ids), "the sampled tokens are kept"
 
 
-def test_a_hung_tool_is_answered_and_released() -> None:
-    tool = Adder({"latency_s": math.inf})
-    multi_turn = MultiTurnConfig(tool_timeout_s=5)
-    trajectory = WorkerHarness([ADD, ANSWER], tools=[tool], multi_turn=multi_turn).run_one()
-    assert kinds(trajectory) == [IncidentKind.TOOL_TIMEOUT]
-    assert trajectory.output.stop_reason is StopReason.ANSWERED
-    assert trajectory.output.metrics.tool_calls == 5.0
-    assert tool.open == set()
-
-
 def test_a_failing_release_is_recorded_and_changes_nothing_else() -> None:
     tool = Adder({"release_raises": OSError("socket gone"), "verdict": 0.5})
     trajectory = WorkerHarness([ADD, ANSWER], tools=[tool]).run_one()
@@ -150,19 +181,6 @@ def test_a_failing_release_is_recorded_and_changes_nothing_else() -> None:
     assert "socket gone" in trajectory.output.incidents[0].detail
     assert trajectory.output.stop_reason is StopReason.ANSWERED
     assert trajectory.reward == 0.5
-
-
-def bridge_length(text: str) -> int:
-    message: Message = {"role": "tool", "content": text, "name": "add"}
-    return len(hermes_template().bridge([message], last_token_id=ADD.token_ids[-1]))
-
-
-def test_a_reply_that_does_not_fit_is_reported() -> None:
-    limit = len(ADD.token_ids) + bridge_length("3") - 1
-    trajectory = WorkerHarness([ADD], tools=[Adder()], response_length=limit).run_one()
-    assert trajectory.output.stop_reason is StopReason.RESPONSE_LENGTH
-    assert trajectory.output.response_ids.tolist() == list(ADD.token_ids)
-    assert kinds(trajectory) == [IncidentKind.DROPPED_OBSERVATION]
 
 
 def test_a_long_reply_is_cut_to_its_limit_in_tokens_marker_included() -> None:
@@ -176,27 +194,8 @@ def test_a_long_reply_is_cut_to_its_limit_in_tokens_marker_included() -> None:
 
 
 def test_the_last_turn_stops_when_it_opens_a_call_since_the_call_could_not_run() -> None:
-    tool = Adder()
-    harness = WorkerHarness([ADD, ADD], tools=[tool], multi_turn=MultiTurnConfig(max_user_turns=1))
-    trajectory = harness.run_one()
-    assert trajectory.output.stop_reason is StopReason.MAX_USER_TURNS
-    assert len(tool.executed) == 1
-    assert trajectory.output.response_ids[-1] == encoded("<tool_call>")[0]
-    assert kinds(trajectory) == [IncidentKind.UNEXECUTED_CALL]
-
-
-def test_a_call_on_the_last_assistant_turn_is_reported_and_not_run() -> None:
-    tool = Adder()
-    harness = WorkerHarness([ADD], tools=[tool], multi_turn=MultiTurnConfig(max_assistant_turns=1))
-    trajectory = harness.run_one()
-    assert trajectory.output.stop_reason is StopReason.MAX_ASSISTANT_TURNS
-    assert tool.executed == []
-
-
-def test_an_answer_cut_by_length_does_not_have_the_stop_reason_answered() -> None:
-    trajectory = WorkerHarness([ANSWER], response_length=3).run_one()
-    assert trajectory.output.stop_reason is StopReason.RESPONSE_LENGTH
-    assert kinds(trajectory) == [IncidentKind.CUT_TURN]
+    harness = WorkerHarness([ADD, ADD], tools=[Adder()], multi_turn=MultiTurnConfig(max_user_turns=1))
+    assert harness.run_one().output.response_ids[-1] == encoded("<tool_call>")[0]
 
 
 def test_a_complete_call_before_a_cut_turn_is_run_and_the_turn_is_closed() -> None:
@@ -209,22 +208,12 @@ def test_a_complete_call_before_a_cut_turn_is_run_and_the_turn_is_closed() -> No
     assert_record_matches_requests(trajectory, harness)
 
 
-def test_a_prompt_over_its_limit_ends_the_episode_before_anything_is_sent() -> None:
-    harness = WorkerHarness([ANSWER], prompt_length=3)
-    trajectory = harness.run_one()
-    assert trajectory.output.stop_reason is StopReason.PROMPT_LENGTH
-    assert harness.server.requests == []
-    assert kinds(trajectory) == [IncidentKind.TRUNCATED_PROMPT]
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_long_prompt_is_truncated_on_the_configured_side(side: str) -> None:
-    harness = WorkerHarness([ANSWER], prompt_length=3, truncate_prompt=side)
-    trajectory = harness.run_one()
-    full = hermes_template().open([{"role": "user", "content": "What is 1 + 2?"}])
-    expected = full[-3:] if side == "left" else full[:3]
-    assert trajectory.output.prompt_ids.tolist() == expected.tolist()
-    assert trajectory.output.stop_reason is StopReason.ANSWERED
+    output = WorkerHarness([ANSWER], prompt_length=3, truncate_prompt=side).run_one().output
+    full = hermes_template().open(user("What is 1 + 2?")).tolist()
+    assert output.prompt_ids.tolist() == (full[-3:] if side == "left" else full[:3])
+    assert output.stop_reason is StopReason.ANSWERED
 
 
 def test_a_tool_can_end_the_episode() -> None:
@@ -236,34 +225,35 @@ def test_a_tool_can_end_the_episode() -> None:
 
 def test_a_deadline_ends_the_trajectory_and_keeps_the_sampled_tokens() -> None:
     slow = ScriptedReply(ANSWER.token_ids, latency_s=len(ANSWER.token_ids) * 1.0)
-    trajectory = WorkerHarness([ADD, slow], tools=[Adder({"latency_s": 1.0})], deadline_s=4.5).run_one()
-    assert trajectory.output.stop_reason is StopReason.DEADLINE
-    sampled = trajectory.output.response_ids[trajectory.output.response_mask == 1]
+    output = WorkerHarness([ADD, slow], tools=[Adder({"latency_s": 1.0})], deadline_s=4.5).run_one().output
+    assert output.stop_reason is StopReason.DEADLINE
+    sampled = output.response_ids[output.response_mask == 1]
     assert sampled.tolist() == [*ADD.token_ids, *ANSWER.token_ids[:3]]
 
 
 def test_a_deadline_reaches_a_hung_tool() -> None:
     tool = Adder({"latency_s": math.inf})
-    trajectory = WorkerHarness([ADD], tools=[tool], deadline_s=3).run_one()
-    assert trajectory.output.stop_reason is StopReason.DEADLINE
+    output = WorkerHarness([ADD], tools=[tool], deadline_s=3).run_one().output
+    assert output.stop_reason is StopReason.DEADLINE
     assert tool.open == set()
-    assert trajectory.output.metrics.total == 3.0
+    assert output.metrics.total == 3.0
+
+
+# -- interactions ------------------------------------------------------------------------------------------------------
 
 
 class Patient(BaseInteraction):
     """Interaction that asks for another try until the answer contains the right number."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__(config)
+    def __init__(self) -> None:
+        super().__init__({"name": "patient"})
         self.open: set[str] = set()
 
     async def start_interaction(self, instance_id: str, **kwargs: Any) -> None:
         self.open.add(instance_id)
 
-    async def generate_response(
-        self, instance_id: str, messages: list[Message], **kwargs: Any
-    ) -> tuple[bool, str, float, dict[str, Any]]:
-        is_right = self.config["truth"] in messages[-1]["content"]
+    async def generate_response(self, instance_id: str, messages: list[Message], **kwargs: Any) -> Any:
+        is_right = "3" in messages[-1]["content"]
         return is_right, "" if is_right else "Try again.", float(is_right), {}
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float | None:
@@ -273,12 +263,16 @@ class Patient(BaseInteraction):
         self.open.discard(instance_id)
 
 
+def run_with_patient(
+    script: list[ScriptedReply], *, patient: Patient, tool: Adder | None = None, **options: Any
+) -> tuple[Trajectory, WorkerHarness]:
+    harness = WorkerHarness(script, tools=[tool or Adder()], interactions={"patient": patient}, **options)
+    return harness.run_one(interaction_kwargs={"name": "patient"}), harness
+
+
 def test_an_interaction_replies_to_turns_without_a_call() -> None:
-    patient = Patient({"name": "patient", "truth": "3"})
-    harness = WorkerHarness(
-        [text_reply("2?"), ADD, ANSWER], tools=[Adder()], interactions={"patient": patient}
-    )
-    trajectory = harness.run_one(interaction_kwargs={"name": "patient"})
+    patient = Patient()
+    trajectory, harness = run_with_patient([text_reply("2?"), ADD, ANSWER], patient=patient)
     output = trajectory.output
     assert output.stop_reason is StopReason.INTERACTION_FINISHED
     assert roles(output.messages) == ["user", "assistant", "user", "assistant", "tool", "assistant"]
@@ -289,35 +283,136 @@ def test_an_interaction_replies_to_turns_without_a_call() -> None:
     assert_record_matches_requests(trajectory, harness)
 
 
-def test_the_tools_and_the_interaction_of_a_trajectory_have_the_same_id_and_no_other_trajectory_has_it() -> (
-    None
-):
-    ids: list[list[str]] = []
+def test_tools_and_interaction_of_a_trajectory_share_an_id_that_no_other_trajectory_has() -> None:
+    ids: list[str] = []
 
     class Shared(Adder):
         async def create(self, instance_id: str, **kwargs: Any) -> None:
-            ids.append([instance_id])
+            ids.append(trajectory_of(instance_id))
             await super().create(instance_id, **kwargs)
 
     class Sharing(Patient):
         async def start_interaction(self, instance_id: str, **kwargs: Any) -> None:
-            ids[-1].append(instance_id)
+            ids.append(trajectory_of(instance_id))
             await super().start_interaction(instance_id, **kwargs)
 
     for _ in range(2):
-        patient = Sharing({"name": "patient", "truth": "3"})
-        harness = WorkerHarness([ADD, ANSWER], tools=[Shared()], interactions={"patient": patient})
-        harness.run_one(interaction_kwargs={"name": "patient"})
-    trajectories = [{trajectory_of(instance_id) for instance_id in both} for both in ids]
-    assert [len(both) for both in ids] == [2, 2]
-    assert [len(trajectory) for trajectory in trajectories] == [1, 1]
-    assert trajectories[0] != trajectories[1]
+        run_with_patient([ADD, ANSWER], patient=Sharing(), tool=Shared())
+    assert len(ids) == 4
+    assert ids[0] == ids[1] != ids[2] == ids[3]
 
 
-def test_calls_inside_reasoning_are_not_run() -> None:
+# -- overridden handlers -----------------------------------------------------------------------------------------------
+
+
+@register("watched")
+class Watched(ToolAgentLoop):
+    """Loop that records the state after each handler."""
+
+    async def _handle_pending_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
+        self.seen: list[dict[str, Any]] = []
+        assert data.messages == user("What is 1 + 2?")
+        assert (data.prompt_ids, data.response_ids, data.tool_calls) == ([], [], [])
+        return self._keep(await super()._handle_pending_state(data, sampling_params), data)
+
+    async def _handle_generating_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
+        return self._keep(await super()._handle_generating_state(data, sampling_params), data)
+
+    async def _handle_processing_tools_state(self, data: AgentData) -> AgentState:
+        return self._keep(await super()._handle_processing_tools_state(data), data)
+
+    async def _handle_interacting_state(self, data: AgentData) -> AgentState:
+        return self._keep(await super()._handle_interacting_state(data), data)
+
+    def _keep(self, state: AgentState, data: AgentData) -> AgentState:
+        assert len(data.response_ids) == len(data.response_mask) == len(data.response_logprobs or [])
+        self.seen.append(
+            {
+                "state": str(data.state),
+                "roles": roles(data.messages),
+                "turns": (data.assistant_turns, data.user_turns),
+                "mask": sum(data.response_mask),
+                "calls": [call.name for call in data.tool_calls],
+                "tool_rewards": data.tool_rewards,
+                "turn_scores": data.turn_scores,
+            }
+        )
+        data.extra_fields["seen"] = self.seen
+        return state
+
+
+def test_the_state_can_be_read_in_each_handler() -> None:
+    script = [ADD, text_reply("2?"), text_reply("3!")]
+    trajectory, _ = run_with_patient(script, patient=Patient(), tool=Adder({"reward": 0.5}), agent="watched")
+    output = trajectory.output
+    assert output.stop_reason is StopReason.INTERACTION_FINISHED
+    seen = output.extra_fields["seen"]
+    states = "pending generating processing_tools generating interacting generating interacting"
+    assert [each["state"] for each in seen] == states.split()
+    assert [each["turns"] for each in seen] == [(0, 0), (1, 0), (1, 1), (2, 1), (2, 2), (3, 2), (3, 2)]
+    assert seen[1]["calls"] == ["add"]
+    assert seen[2]["tool_rewards"] == [0.5]
+    assert seen[2]["roles"] == ["user", "assistant", "tool"]
+    assert [each["turn_scores"] for each in seen[4:]] == [[0.0], [0.0], [0.0, 1.0]]
+    assert seen[-1]["mask"] == output.response_mask.sum()
+    assert output.extra_fields["turn_scores"] == list(output.turn_scores) == [0.0, 1.0]
+    assert output.extra_fields["tool_rewards"] == list(output.tool_rewards) == [0.5]
+
+
+def test_the_prompt_can_be_changed_before_it_is_rendered() -> None:
+    @register("briefed")
+    class Briefed(ToolAgentLoop):
+        async def _handle_pending_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
+            data.messages.insert(0, {"role": "system", "content": "Be brief."})
+            return await super()._handle_pending_state(data, sampling_params)
+
+    row = {"raw_prompt": user("What is 1 + 2?")}
+    output = WorkerHarness([text_reply("3")], agent="briefed").run_one(**row).output
+    assert "Be brief." in hermes_template().decode(output.prompt_ids)
+    assert row["raw_prompt"] == user("What is 1 + 2?")
+
+
+def test_a_single_handler_can_be_overridden() -> None:
+    @register("refuses_tools")
+    class RefusesTools(ToolAgentLoop):
+        async def _handle_processing_tools_state(self, data: AgentData) -> AgentState:
+            was_added = await data.episode.observe([{"role": "tool", "content": "No tools today."}])
+            return AgentState.GENERATING if was_added else AgentState.TERMINATED
+
     tool = Adder()
-    trajectory = WorkerHarness(
-        [text_reply(f"<think>{call_text('add', a=1, b=2)}</think>3")], tools=[tool]
-    ).run_one()
+    output = WorkerHarness([ADD, ANSWER], tools=[tool], agent="refuses_tools").run_one().output
+    assert output.answer == "It is 3."
     assert tool.executed == []
-    assert trajectory.output.answer == "3"
+
+
+def test_a_handler_may_end_the_trajectory() -> None:
+    @register("answers_once")
+    class AnswersOnce(ToolAgentLoop):
+        async def _handle_generating_state(self, data: AgentData, sampling_params: Any) -> AgentState:
+            await super()._handle_generating_state(data, {**sampling_params, "temperature": 0.0})
+            return AgentState.TERMINATED
+
+    harness = WorkerHarness([ADD], tools=[Adder()], agent="answers_once")
+    assert harness.run_one().output.num_assistant_turns == 1
+    assert harness.server.requests[0].sampling_params.temperature == 0.0
+
+
+@pytest.mark.parametrize(
+    ("returned", "complaint"),
+    [
+        (None, "returned None; return an AgentState"),
+        ("resting", "returned 'resting'"),
+        (AgentState.PENDING, "PENDING comes once"),
+        (AgentState.PROCESSING_TOOLS, "PROCESSING_TOOLS comes after an assistant turn"),
+    ],
+)
+def test_a_handler_that_returns_no_next_state_fails_its_trajectory(returned: Any, complaint: str) -> None:
+    @register("lost")
+    class Lost(ToolAgentLoop):
+        async def _handle_pending_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
+            await super()._handle_pending_state(data, sampling_params)
+            return returned
+
+    failure = WorkerHarness([text_reply("3")], tools=[Adder()], agent="lost").run_one().output.failure
+    assert failure is not None
+    assert complaint in failure.error
