@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,18 +105,23 @@ def prompt_of(messages: list[dict[str, Any]]) -> str:
     return str(messages[-1]["content"])
 
 
-def write_file(folder: Path, values: Mapping[str, Any], *, name: str = "rubric.yaml") -> str:
+def write_file(folder: Path, values: Mapping[str, Any]) -> str:
     """Write a reward file and return its path."""
-    path = folder / name
+    path = folder / "rubric.yaml"
     path.write_text(yaml.safe_dump(dict(values), sort_keys=False), encoding="utf-8")
     return str(path)
 
 
-def settings_of(*judges: ScriptedJudge, **settings: Any) -> dict[str, Any]:
-    """Return the settings of judges, without retries unless `settings` say so."""
-    return {
-        "judges": [{"model": "m", "base_url": judge.url, "max_retries": 0, **settings} for judge in judges]
-    }
+@asynccontextmanager
+async def judged_by(
+    folder: Path, *scripts: Callable[[list[dict[str, Any]]], Reply], judge: Any = None, **settings: Any
+) -> AsyncGenerator[tuple[str, list[ScriptedJudge]]]:
+    """Serve a judge for each script, without retries unless `judge` says so, and write the reward file of them."""
+    async with AsyncExitStack() as stack:
+        judges = [await stack.enter_async_context(judging(script)) for script in scripts]
+        shared = {"model": "m", "max_retries": 0, **(judge or {})}
+        values = {"judges": [{"base_url": each.url, **shared} for each in judges], **settings}
+        yield write_file(folder, values), judges
 
 
 def output_saying(text: str, *, question: str = "What is 2 + 2?") -> AgentLoopOutput:

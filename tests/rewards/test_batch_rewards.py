@@ -1,4 +1,4 @@
-"""Reward functions that are called once for all trajectories of a row."""
+"""Reward functions that are called once for all trajectories of a row, and their rewards in a journal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import re
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,16 @@ from agent_loop.rewards.function import (
     load_batch_reward,
 )
 from agent_loop.rollout.components import load_reward_function
+from agent_loop.rollout.journal import open_journal
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
 from agent_loop.types import Row, StopReason
 from tests.helpers import hermes_template, text_reply, user
+from tests.rollout.journaled import facts, key_of
 
+pytestmark = pytest.mark.virtual_time
 N = 4
 BatchReward = Callable[[list[AgentLoopOutput], list[Row]], Any]
 
@@ -58,14 +61,14 @@ class Judge:
 
 @register("fails_at_times")
 class FailsAtTimes(AgentLoopBase):
-    """Fails if its answer is a number in `failing`, or always with `all_fail`. `own` is the loop's own reward."""
+    """Loop that fails if its answer is a number in `failing`."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         async with self.episode(row["raw_prompt"]) as episode:
             turn = await episode.generate(sampling_params)
-            if row.get("all_fail") or turn.parsed.content.strip() in row["failing"]:
+            if turn.parsed.content.strip() in row["failing"]:
                 raise ValueError("a bad day")
-            return episode.output(reward_score=row.get("own"))
+            return episode.output()
 
 
 @register("says_two_things")
@@ -81,8 +84,8 @@ def make_manager(
     reward: BatchReward,
     *,
     num_workers: int = 1,
-    timeout_s: float = 60.0,
     agent: str = "tool_agent",
+    script: Any = None,
     **settings: Any,
 ) -> AgentLoopManager:
     return AgentLoopManager(
@@ -90,9 +93,9 @@ def make_manager(
             **{"n": N, "max_failed_share": 1.0, **settings},
             agent=AgentConfig(num_workers=num_workers, default_agent_loop=agent),
         ),
-        servers=[ScriptedServer(CountingScript())],
+        servers=[ScriptedServer(script or CountingScript())],
         template=hermes_template(),
-        reward=BatchRewardFunction(reward, timeout_s=timeout_s, name="judge"),
+        reward=BatchRewardFunction(reward, timeout_s=60, name="judge"),
     )
 
 
@@ -115,13 +118,11 @@ def errors_of(trajectories: Sequence[Trajectory]) -> list[str]:
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_each_group_is_scored_by_one_call_however_its_rollouts_are_split_over_workers(
+async def test_each_group_is_scored_by_one_call_however_its_rollouts_are_split_over_workers(
     num_workers: int,
 ) -> None:
     judge = Judge()
-
-    trajectories = run_virtual(make_manager(judge, num_workers=num_workers).run(rows(3)))
-
+    trajectories = await make_manager(judge, num_workers=num_workers).run(rows(3))
     assert sorted(numbers for _, numbers in judge.calls) == [[n] * N for n in range(3)]
     answers = [t.output.answer for t in trajectories]
     by_row = {numbers[0]: said for said, numbers in judge.calls}
@@ -130,41 +131,25 @@ def test_each_group_is_scored_by_one_call_however_its_rollouts_are_split_over_wo
     assert [(t.group, t.rollout) for t in trajectories] == [(g, n) for g in range(3) for n in range(N)]
 
 
-def test_an_evaluation_scores_its_samples_of_a_row_together() -> None:
+async def test_an_evaluation_scores_its_samples_of_a_row_together() -> None:
     judge = Judge()
-    manager = make_manager(judge, val={"n": 3})
-
-    trajectories = run_virtual(manager.run(rows(2), validate=True))
-
+    assert len(await make_manager(judge, val={"n": 3}).run(rows(2), validate=True)) == 6
     assert sorted(numbers for _, numbers in judge.calls) == [[0] * 3, [1] * 3]
-    assert len(trajectories) == 6
 
 
-def test_concurrent_runs_do_not_mix_their_groups() -> None:
+async def test_concurrent_runs_do_not_mix_their_groups() -> None:
     judge = Judge()
     manager = make_manager(judge)
-
-    async def scenario() -> list[list[Trajectory]]:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(manager.run(rows(2), label=f"step={n}")) for n in range(3)]
-        return [task.result() for task in tasks]
-
-    steps = run_virtual(scenario())
+    steps = await asyncio.gather(*(manager.run(rows(2), label=f"step={n}") for n in range(3)))
     assert sorted(numbers for _, numbers in judge.calls) == [[0] * N] * 3 + [[1] * N] * 3
     assert all(t.reward == float(t.output.answer) for step in steps for t in step)
 
 
-def test_a_stream_and_a_callback_get_whole_groups() -> None:
-    manager = make_manager(Judge(), num_workers=2)
-    told: list[int] = []
-
-    async def scenario() -> list[Trajectory]:
-        async with aclosing(manager.stream(rows(3))) as stream:
-            streamed = [trajectory async for trajectory in stream]
-        await manager.run(rows(3), on_trajectory=lambda t: told.append(t.group))
-        return streamed
-
-    streamed = run_virtual(scenario())
+async def test_a_stream_and_a_callback_get_whole_groups() -> None:
+    manager, told = make_manager(Judge(), num_workers=2), list[int]()
+    async with aclosing(manager.stream(rows(3))) as stream:
+        streamed = [trajectory async for trajectory in stream]
+    await manager.run(rows(3), on_trajectory=lambda t: told.append(t.group))
     assert all(t.reward is not None for t in streamed)
     for groups in ([t.group for t in streamed], told):
         assert [groups[place] for place in range(0, 3 * N, N) for _ in range(N)] == groups
@@ -173,60 +158,44 @@ def test_a_stream_and_a_callback_get_whole_groups() -> None:
 # -- which trajectories are scored -----------------------------------------------------------------------------------
 
 
-def test_branches_are_separate_outputs() -> None:
+async def test_branches_are_separate_outputs() -> None:
     judge = Judge()
-
-    trajectories = run_virtual(make_manager(judge, agent="says_two_things", n=2, num_workers=2).run(rows(2)))
-
+    trajectories = await make_manager(judge, agent="says_two_things", n=2, num_workers=2).run(rows(2))
     assert sorted(numbers for _, numbers in judge.calls) == [[0] * 4, [1] * 4]
     places = [(t.group, t.rollout, t.branch) for t in trajectories]
     assert places == [(g, n, b) for g in range(2) for n in range(2) for b in range(2)]
     assert all(t.reward == float(t.output.answer) for t in trajectories)
 
 
-def test_failed_trajectories_do_not_reach_the_function() -> None:
+async def test_failed_trajectories_do_not_reach_the_function() -> None:
     judge = Judge()
-
-    work = rows(2, failing=["1"])
-    trajectories = run_virtual(make_manager(judge, agent="fails_at_times").run(work))
-
+    trajectories = await make_manager(judge, agent="fails_at_times").run(rows(2, failing=["1"]))
     assert sorted(len(said) for said, _ in judge.calls) == [N - 1, N]
     failed = [t for t in trajectories if t.output.stop_reason is StopReason.FAILED]
     assert errors_of(failed) == ["ValueError: a bad day"]
     assert [t.reward for t in failed] == [None]
 
 
-def test_a_cancelled_trajectory_does_not_keep_its_group_from_being_scored() -> None:
+async def test_a_cancelled_trajectory_does_not_keep_its_group_from_being_scored() -> None:
     judge = Judge()
     manager = make_manager(judge)
-
-    async def scenario() -> list[Trajectory]:
-        asyncio.get_running_loop().call_later(0.5, manager.cancel, "group=0/rollout=2")
-        return await manager.run(rows(1))
-
-    trajectories = run_virtual(scenario())
+    asyncio.get_running_loop().call_later(0.5, manager.cancel, "group=0/rollout=2")
+    trajectories = await manager.run(rows(1))
     assert trajectories[2].output.stop_reason is StopReason.CANCELLED
     assert [t.reward is None for t in trajectories] == [False, False, True, False]
     assert [len(said) for said, _ in judge.calls] == [N - 1]
 
 
-def test_a_group_with_a_resumable_trajectory_is_scored_after_it_has_ended() -> None:
-    judge = Judge()
+async def test_a_group_with_a_resumable_trajectory_is_scored_after_it_has_ended() -> None:
+    judge, work, told = Judge(), rows(2), list[Trajectory]()
     manager = make_manager(judge, agent="partial_tool_agent")
-    work = rows(2)
-
-    async def scenario() -> tuple[list[Trajectory], list[Trajectory]]:
-        asyncio.get_running_loop().call_later(2.5, manager.cancel_all)
-        first = await manager.run(work)
-        assert not judge.calls
-        told: list[Trajectory] = []
-        second = await manager.run(work, earlier=first, on_trajectory=told.append)
-        assert sorted(map(id, told)) == sorted(map(id, second))
-        return first, second
-
-    first, second = run_virtual(scenario())
+    asyncio.get_running_loop().call_later(2.5, manager.cancel_all)
+    first = await manager.run(work)
+    assert not judge.calls
     assert {t.output.stop_reason for t in first} == {StopReason.ANSWERED, StopReason.CANCELLED}
     assert {t.reward for t in first} == {None}
+    second = await manager.run(work, earlier=first, on_trajectory=told.append)
+    assert sorted(map(id, told)) == sorted(map(id, second))
     assert sorted(numbers for _, numbers in judge.calls) == [[0] * N, [1] * N]
     assert all(t.reward == float(t.output.answer) for t in second)
 
@@ -257,20 +226,15 @@ async def hangs(count: int) -> Any:
     [
         (lambda count: [0.5] * (count - 1), "judge returned 3 values for 4 outputs; return a list"),
         (lambda count: [0.5] * (count + 1), "judge returned 5 values for 4 outputs; return a list"),
-        (
-            lambda count: 0.5,
-            r"judge returned 0.5 \(float\) for 4 outputs; return a list with one reward for each",
-        ),
-        (lambda count: None, "judge returned None for 4 outputs"),
+        (lambda count: 0.5, r"judge returned 0.5 \(float\) for 4 outputs; return a list with one reward"),
         (lambda count: "four", r"judge returned 'four' \(str\) for 4 outputs"),
         (lambda count: {"reward": 1.0}, "judge returned .*; return a list"),
         (raises, "judge raised KeyError: 'truth'; fix it"),
         (hangs, r"judge took longer than 60 s; fix it, or raise reward\.timeout_s"),
     ],
 )
-def test_a_failing_call_fails_the_trajectories_of_its_group_and_no_others(bad: Any, says: str) -> None:
-    trajectories = run_virtual(make_manager(of_row_1(bad), num_workers=2).run(rows(3)))
-
+async def test_a_failing_call_fails_the_trajectories_of_its_group_and_no_others(bad: Any, says: str) -> None:
+    trajectories = await make_manager(of_row_1(bad), num_workers=2).run(rows(3))
     assert rewards_of(trajectories) == [[1.0] * N, [None] * N, [1.0] * N]
     errors = errors_of(trajectories)
     assert len(errors) == N
@@ -279,42 +243,24 @@ def test_a_failing_call_fails_the_trajectories_of_its_group_and_no_others(bad: A
     assert {t.output.stop_reason for t in trajectories[N : 2 * N]} == {StopReason.FAILED}
 
 
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [
-        (float("nan"), r"returned nan \(float\)"),
-        (None, "returned None"),
-        ("1.0", r"returned '1.0' \(str\)"),
-        ({"scor": 1.0}, "returned a mapping with the keys"),
-    ],
-)
-def test_an_invalid_value_fails_its_own_trajectory_alone(value: Any, says: str) -> None:
-    reward = of_row_1(lambda count: [0.5, 0.5, value, 0.5])
-
-    trajectories = run_virtual(make_manager(reward).run(rows(2)))
-
-    assert rewards_of(trajectories) == [[1.0] * N, [0.5, 0.5, None, 0.5]]
+async def test_an_invalid_value_fails_its_own_trajectory_alone_and_one_that_cannot_be_stored_is_an_incident() -> (
+    None
+):
+    odd = {"reward": 1.0, "lock": threading.Lock()}
+    trajectories = await make_manager(of_row_1(lambda count: [0.5, odd, float("nan"), 0.5])).run(rows(2))
+    assert rewards_of(trajectories) == [[1.0] * N, [0.5, 1.0, None, 0.5]]
     [error] = errors_of(trajectories)
-    assert re.match(f"RewardError: reward function judge, at index 2, {says}", error)
-
-
-def test_too_many_failed_rewards_end_the_run() -> None:
-    manager = make_manager(of_row_1(raises), max_failed_share=0.25)
-    with pytest.raises(RolloutError, match=r"4 of 12 trajectories failed.* 'truth'"):
-        run_virtual(manager.run(rows(3)))
-
-
-def test_a_value_that_cannot_be_stored_is_an_incident_of_its_trajectory() -> None:
-    def reward(outputs: list[AgentLoopOutput], rows: list[Row]) -> Any:
-        return [0.0, {"reward": 1.0, "lock": threading.Lock()}, 0.0, 0.0]
-
-    trajectories = run_virtual(make_manager(reward).run(rows(1)))
-
-    kinds = [[incident.kind for incident in t.output.incidents] for t in trajectories]
+    assert error.startswith("RewardError: reward function judge, at index 2, returned nan (float)")
+    kinds = [[incident.kind for incident in t.output.incidents] for t in trajectories[N:]]
     assert kinds == [[], [IncidentKind.UNSTORABLE_VALUE], [], []]
 
 
-def test_a_cancelled_run_ends_calls_that_are_in_flight() -> None:
+async def test_too_many_failed_rewards_end_the_run() -> None:
+    with pytest.raises(RolloutError, match=r"4 of 12 trajectories failed.* 'truth'"):
+        await make_manager(of_row_1(raises), max_failed_share=0.25).run(rows(3))
+
+
+async def test_a_cancelled_run_ends_calls_that_are_in_flight() -> None:
     ended: list[str] = []
 
     async def reward(outputs: list[AgentLoopOutput], rows: list[Row]) -> Any:
@@ -323,14 +269,10 @@ def test_a_cancelled_run_ends_calls_that_are_in_flight() -> None:
         finally:
             ended.append("reward")
 
-    async def scenario() -> None:
-        task = asyncio.create_task(make_manager(reward).run(rows(1)))
-        asyncio.get_running_loop().call_later(20, task.cancel)
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    run_virtual(scenario())
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(20):
+            await make_manager(reward).run(rows(1))
+    assert asyncio.all_tasks() == {asyncio.current_task()}
     assert ended == ["reward"]
 
 
@@ -357,11 +299,11 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["batch", "batch_of_others", "of_verl"])
-def test_a_reference_loads_a_batch_function(file: Path, name: str) -> None:
+async def test_a_reference_loads_a_batch_function(file: Path, name: str) -> None:
     config = Config.model_validate({"reward": {"function": f"{file}:{name}", "batch": True}})
     function = load_reward_function(config)
     assert isinstance(function, BatchRewardFunction)
-    assert run_virtual(function([OUTPUT], [{}])) == [ScoreResult(Score(1.0))]
+    assert await function([OUTPUT], [{}]) == [ScoreResult(Score(1.0))]
 
 
 @pytest.mark.parametrize(
@@ -369,10 +311,7 @@ def test_a_reference_loads_a_batch_function(file: Path, name: str) -> None:
     [
         ("single", r"takes \(output, row\); it is called as \(outputs, rows\): leave reward\.batch=true out"),
         ("single_ignoring", r"or name its parameters \(outputs, rows\)"),
-        (
-            "of_three",
-            r"takes \(answers, questions, more\); it is called as \(outputs, rows\): missing a required",
-        ),
+        ("of_three", r"takes \(answers, questions, more\); it is called as \(outputs, rows\): missing a"),
     ],
 )
 def test_a_function_of_one_trajectory_is_refused_with_batch(file: Path, name: str, says: str) -> None:
@@ -389,31 +328,136 @@ def test_verls_reward_managers_are_accepted_or_refused_with_a_message(key: str) 
 
 
 def test_the_example_in_the_docs_scores_a_group(tmp_path: Path) -> None:
-    page = Path("docs/how-to.md").read_text(encoding="utf-8")
-    [code] = [
-        code
-        for code in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-        if "brief_and_right" in code
-    ]
-    [settings] = [
-        text for text in re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL) if "batch: true" in text
-    ]
+    blocks = re.findall(r"```(?:python|yaml)\n(.*?)```", Path("docs/how-to.md").read_text(), flags=re.DOTALL)
+    [code] = [block for block in blocks if "def brief_and_right" in block]
+    [settings] = [block for block in blocks if "batch: true" in block]
     (tmp_path / "task.py").write_text(code)
     (tmp_path / "config.yaml").write_text(settings.replace("task.py", f"{tmp_path}/task.py"))
     function = load_reward_function(load_config(tmp_path / "config.yaml"))
     assert isinstance(function, BatchRewardFunction)
+    outputs = [
+        AgentLoopOutput(
+            prompt_ids=[1],
+            response_ids=[2] * len(text),
+            response_mask=[1] * len(text),
+            messages=[{"role": "assistant", "content": text}],
+        )
+        for text in ("It is 7.", "7", "8")
+    ]
+    verdicts = run_virtual(function(outputs, [{"answer": "7"}] * 3))
+    expected = [Score(0.5, {"length": 8}), Score(1.0, {"length": 1}), Score(0.0, {"length": 1})]
+    assert [verdict.score for verdict in verdicts] == expected
 
-    def output(text: str) -> AgentLoopOutput:
-        messages = [{"role": "assistant", "content": text}]
-        ids = list(range(len(text)))
-        return AgentLoopOutput(
-            prompt_ids=[1], response_ids=ids, response_mask=[1] * len(ids), messages=messages
+
+# -- rewards in a journal ----------------------------------------------------------------------------------------------
+
+LATENCIES = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+"""Of the trajectories, in the order in which they begin: group 0 ends after 3 s, group 1 after 6 s."""
+
+
+class Trial:
+    """A run of two groups of three whose samples all differ, and a judge that records its calls."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        first: int = 0,
+        bonus: float = 0.0,
+        spoils: Callable[[list[Any]], Any] = lambda rewards: rewards,
+        hangs_on: int | None = None,
+        broken: Sequence[int] = (),
+        killed_after_s: float | None = None,
+    ) -> None:
+        self.num_requests = 0
+        self.judged: list[list[str]] = []
+        self._first = first
+        self._bonus = bonus
+        self._spoils = spoils
+        self._hangs_on = hangs_on
+        self._broken = broken
+        self.trajectories = run_virtual(self._run(path, rows(2), killed_after_s))
+
+    async def _run(self, path: Path, rows: list[Row], killed_after_s: float | None) -> list[Trajectory]:
+        manager = make_manager(self._judge, script=self._answer, n=3, num_workers=2)
+        async with open_journal(path, key=key_of(rows), rows=rows, resume=True) as journal:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(killed_after_s):
+                    return await manager.run(rows, journal=journal)
+        return []
+
+    def _answer(self, _: ScriptedRequest) -> ScriptedReply:
+        place = self.num_requests
+        self.num_requests += 1
+        error = "broken" if place in self._broken else None
+        return text_reply(str(self._first + place), latency_s=LATENCIES[place], error=error)
+
+    async def _judge(self, outputs: list[AgentLoopOutput], rows: list[Row]) -> Any:
+        self.judged.append([output.answer for output in outputs])
+        if rows[0]["number"] == self._hangs_on:
+            await asyncio.Event().wait()
+        return self._spoils(
+            [{"reward": float(output.answer) + self._bonus, "of": len(outputs)} for output in outputs]
         )
 
-    outputs = [output("It is 7."), output("7"), output("8")]
-    verdicts = run_virtual(function(outputs, [{"answer": "7"}] * 3))
-    assert [verdict.score for verdict in verdicts] == [
-        Score(0.5, {"length": 8}),
-        Score(1.0, {"length": 1}),
-        Score(0.0, {"length": 1}),
-    ]
+    @property
+    def rewards(self) -> list[float | None]:
+        return [trajectory.reward for trajectory in self.trajectories]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal"
+
+
+def test_a_group_that_was_killed_between_its_end_and_its_reward_is_scored_without_being_run(
+    path: Path,
+) -> None:
+    assert Trial(path, hangs_on=1, killed_after_s=20).trajectories == []
+    again = Trial(path, bonus=100)
+    assert (again.num_requests, again.judged) == (0, [["3", "4", "5"]])
+    assert again.rewards == [0.0, 1.0, 2.0, 103.0, 104.0, 105.0]
+    assert [t.reward_extra for t in again.trajectories] == [{"of": 3}] * 6
+
+
+def test_a_group_that_was_killed_before_it_had_ended_is_scored_as_a_whole(path: Path) -> None:
+    assert Trial(path, killed_after_s=4.5).judged == [["0", "1", "2"]]
+    again = Trial(path, first=50)
+    assert (again.num_requests, again.judged) == (2, [["3", "50", "51"]])
+    assert again.rewards == [0.0, 1.0, 2.0, 3.0, 50.0, 51.0]
+
+
+def test_a_complete_run_is_replayed_with_its_rewards_and_failures(path: Path) -> None:
+    before = Trial(path, spoils=lambda rewards: [*rewards[:-1], float("nan")])
+    assert before.rewards == [0, 1, None, 3, 4, None]
+    again = Trial(path, bonus=100)
+    assert (again.num_requests, again.judged) == (0, [])
+    for old, new in zip(before.trajectories, again.trajectories, strict=True):
+        assert facts(new) == facts(old)
+        assert (new.output.failure, new.reward_extra) == (old.output.failure, old.reward_extra)
+
+
+def test_a_trajectory_whose_reward_failed_is_scored_again_and_not_run_again(path: Path) -> None:
+    Trial(path, hangs_on=1, spoils=lambda rewards: [rewards[0], "?", rewards[2]], killed_after_s=20)
+    again = Trial(path, bonus=100)
+    assert again.num_requests == 0
+    assert sorted(again.judged) == [["0", "1", "2"], ["3", "4", "5"]]
+    assert again.rewards == [0.0, 101.0, 2.0, 103.0, 104.0, 105.0]
+    assert {t.output.stop_reason for t in again.trajectories} == {StopReason.ANSWERED}
+
+
+def test_a_failed_trajectory_is_run_again_and_the_recorded_rewards_of_its_group_are_kept(path: Path) -> None:
+    assert Trial(path, hangs_on=1, broken=[1], killed_after_s=30).judged[0] == ["0", "2"]
+    again = Trial(path, first=50, bonus=100)
+    assert again.num_requests == 1
+    assert sorted(again.judged) == [["0", "50", "2"], ["3", "4", "5"]]
+    assert again.rewards == [0.0, 150.0, 2.0, 103.0, 104.0, 105.0]
+    assert [t.reward_extra["of"] for t in again.trajectories] == [2, 3, 2, 3, 3, 3]
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.5, 4.5])
+def test_wherever_a_run_is_killed_each_trajectory_gets_one_reward(path: Path, seconds: float) -> None:
+    Trial(path, killed_after_s=seconds)
+    again = Trial(path, first=50)
+    assert again.rewards == [float(t.output.answer) for t in again.trajectories]
+    assert len(again.trajectories) == 6
