@@ -12,7 +12,6 @@ import torch
 from transformers import (
     Gemma2Config,
     MambaConfig,
-    MistralConfig,
     Phi3Config,
     PhimoeConfig,
     Qwen2Config,
@@ -51,10 +50,6 @@ LONGROPE: dict[str, Any] = {
 }
 MIXTURE: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1}
 SLOWER: dict[str, tuple[Any, str]] = {
-    "sliding_window": (
-        lambda: MistralConfig(**SIZES, sliding_window=WINDOW),
-        "sliding window of 32 tokens",
-    ),
     "sliding_window_in_the_mask_alone": (
         lambda: PhimoeConfig(**SIZES, **MIXTURE, sliding_window=WINDOW),
         "sliding window of 32 tokens",
@@ -116,7 +111,7 @@ async def test_the_kind_of_cache_can_be_configured() -> None:
         ConfigError, match=r"not supported by .*sliding window of 32 tokens.*use another server"
     ):
         EmbeddedServer(
-            build(MistralConfig(**SIZES, sliding_window=WINDOW)),
+            build(PhimoeConfig(**SIZES, **MIXTURE, sliding_window=WINDOW)),
             config=EmbeddedConfig(max_model_len=256, cache="shared"),
         )
 

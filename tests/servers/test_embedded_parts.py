@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from hypothesis import given
@@ -36,11 +38,15 @@ def busy_slots(draw: st.DrawFn) -> list[Slot]:
 
 
 @examples(40)
-@given(slots=busy_slots(), chunk_tokens=st.sampled_from([1, 33, 1000]))
+@given(
+    slots=busy_slots(),
+    chunk_tokens=st.sampled_from([1, 33, 1000]),
+    window=st.sampled_from([None, 1, 20, 300]),
+)
 def test_attention_over_any_mix_of_slots_equals_plain_attention_of_each_slot(
-    slots: list[Slot], chunk_tokens: int
+    slots: list[Slot], chunk_tokens: int, window: int | None
 ) -> None:
-    cache = KVCache([SHAPE], num_slots=NUM_SLOTS, max_model_len=MAX_LEN)
+    cache = KVCache([replace(SHAPE, window=window)], num_slots=NUM_SLOTS, max_model_len=MAX_LEN)
     torch.manual_seed(0)
     cache.keys[0].normal_()
     cache.values[0].normal_()
@@ -48,7 +54,7 @@ def test_attention_over_any_mix_of_slots_equals_plain_attention_of_each_slot(
     num_tokens = batch.token_ids.shape[1]
     query = torch.randn(1, HEADS, num_tokens, DIM)
     key, value = torch.randn(2, 1, KV_HEADS, num_tokens, DIM)
-    got = batch.attention.attend(0, query=query, key=key, value=value, scaling=None)
+    got = batch.attention.attend(0, query=query, key=key, value=value, scaling=None, window=window)
     assert got.shape == (1, num_tokens, HEADS, DIM)
     row = 0
     for slot, count in batch.chunks:
@@ -57,11 +63,12 @@ def test_attention_over_any_mix_of_slots_equals_plain_attention_of_each_slot(
         assert batch.position_ids[0, row : row + count].tolist() == positions.tolist()
         assert batch.token_ids[0, row : row + count].tolist() == slot.tokens[slot.num_cached : end].tolist()
         assert torch.equal(cache.keys[0][slot.index, :, slot.num_cached : end], key[0, :, row : row + count])
+        distance = positions[:, None] - torch.arange(end)
         expected = torch.nn.functional.scaled_dot_product_attention(
             query[0, :, row : row + count],
             cache.keys[0][slot.index, :, :end].repeat_interleave(HEADS // KV_HEADS, 0),
             cache.values[0][slot.index, :, :end].repeat_interleave(HEADS // KV_HEADS, 0),
-            attn_mask=torch.arange(end) <= positions[:, None],
+            attn_mask=(distance >= 0) & (distance < (window or end)),
         )
         torch.testing.assert_close(got[0, row : row + count].transpose(0, 1), expected, atol=1e-5, rtol=1e-4)
         row += count
@@ -91,8 +98,9 @@ def test_short_chunks_of_similar_length_are_computed_in_one_call() -> None:
     batch = pack_step(slots, cache=cache, chunk_tokens=1000)
 
     assert [slot.index for slot, _ in batch.chunks] == [0, 3, 5, 2, 4, 1, 6]
-    assert [group.slots.tolist() for group in batch.attention.groups] == [[0, 3, 5], [2, 4]]  # pyright: ignore
-    assert [chunk.slot for chunk in batch.attention.chunks] == [1, 6]
+    reads = batch.attention.reads[None]
+    assert [group.slots.tolist() for group in reads.groups] == [[0, 3, 5], [2, 4]]  # pyright: ignore
+    assert [chunk.slot for chunk in reads.chunks] == [1, 6]
 
 
 @st.composite

@@ -23,6 +23,7 @@ from agent_loop.servers.embedded.model_types import (
     logit_scaling,
     proved_cache,
     short_window,
+    unseen_window,
 )
 from agent_loop.testing.conformance import (
     CheckReport,
@@ -124,7 +125,7 @@ async def check_model(
     model = copy.deepcopy(model)
     make_exact(model, gradient_checkpointing=False)
     proved = proved_cache(model)
-    is_shared = proved == "shared" and short_window(model.config, length=max_model_len) is None
+    is_shared = proved == "shared" and unseen_window(model, length=max_model_len) is None
     ways: list[tuple[str, Way, bool]] = [
         ("a token does not depend on the tokens after it", _cut, True),
         ("cache=shared is exact", partial(_converse, cache="shared"), is_shared),

@@ -6,6 +6,7 @@ single row. The caller of the model passes an `AttentionContext` as `attention_c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -15,7 +16,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import AttentionInterface
 
 from agent_loop.errors import ConfigError
-from agent_loop.servers.embedded.config import CONTEXT
 
 ATTENTION_NAME = "agent_loop_slots"
 UNSUPPORTED_OPTIONS = {
@@ -34,6 +34,8 @@ class LayerShape:
     value_dim: int
     dtype: torch.dtype
     device: torch.device
+    window: int | None = None
+    """Number of tokens that a token attends to, itself included; None for all before it."""
 
 
 class KVCache:
@@ -46,6 +48,7 @@ class KVCache:
     def __init__(self, layers: list[LayerShape], *, num_slots: int, max_model_len: int) -> None:
         self.max_model_len = max_model_len
         self.kv_head_counts = frozenset(layer.num_kv_heads for layer in layers)
+        self.windows = frozenset(_shorter(layer.window, max_model_len) for layer in layers)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         for layer in layers:
@@ -90,9 +93,24 @@ class AttentionContext(Protocol):
     def max_model_len(self) -> int: ...
 
     def attend(
-        self, layer: int, *, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+        self,
+        layer: int,
+        *,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        window: int | None = None,
     ) -> Tensor:
         """Compute attention for query, key and value, each [1, heads, tokens, head_dim].
+
+        Args:
+            layer: Number of the layer.
+            query: Queries of the step's tokens.
+            key: Their keys.
+            value: Their values.
+            scaling: Factor of the scores; None for one over the root of `head_dim`.
+            window: Number of tokens that a token attends to, if it is shorter than `max_model_len`.
 
         Returns:
             Shape [1, tokens, heads, head_dim].
@@ -110,10 +128,10 @@ class SlotGroup:
     """Indices into `rows` that are not padding, in the order of the step; None if none is padding."""
     slots: slice | Tensor
     """A slice of slots is read in place; an index tensor, [slots], is gathered first."""
-    length: int
-    """Length of the longest sequence, including its new tokens."""
+    positions: slice
+    """Positions that are read, up to the end of the longest sequence."""
     mask: Tensor | None
-    """Mask that is added to the scores, [slots, 1, count, length]. None if nothing is hidden."""
+    """Mask that is added to the scores, [slots, 1, count, positions]. None if nothing is hidden."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +141,18 @@ class PrefillChunk:
     row_start: int
     row_end: int
     slot: int
-    length: int
-    """Length of the sequence, including the chunk."""
+    positions: slice
+    """Positions that are read, up to the end of the chunk."""
     mask: Tensor | None
-    """Mask that is added to the scores, [chunk, length]. None if the chunk starts the sequence."""
+    """Mask that is added to the scores, [chunk, positions]. None if each token sees the chunk up to itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """What the layers with the same window read."""
+
+    groups: tuple[SlotGroup, ...]
+    chunks: tuple[PrefillChunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,21 +163,26 @@ class SlotAttention:
     max_model_len: int
     cache_rows: dict[int, Tensor]
     """Argument `rows` of `KVCache.write` for the new tokens, by number of KV heads."""
-    groups: tuple[SlotGroup, ...]
-    chunks: tuple[PrefillChunk, ...]
+    reads: Mapping[int | None, Reads]
+    """By the layer's window; None for layers that read whole sequences."""
 
     def attend(
-        self, layer: int, *, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+        self,
+        layer: int,
+        *,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        window: int | None = None,
     ) -> Tensor:
         self.cache.write(layer, rows=self.cache_rows[key.shape[1]], key=key, value=value)
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        parts = [
-            _attend_group(g, query=query, keys=keys, values=values, scaling=scaling) for g in self.groups
-        ]
-        parts += [
-            _attend_chunk(c, query=query, keys=keys, values=values, scaling=scaling) for c in self.chunks
-        ]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
+        groups, chunks = self.reads[window].groups, self.reads[window].chunks
+        parts = [_attend_group(g, query=query, keys=keys, values=values, scaling=scaling) for g in groups]
+        parts += [_attend_chunk(c, query=query, keys=keys, values=values, scaling=scaling) for c in chunks]
+        # Some models view the result in another shape.
+        return (parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
 
 
 @dataclass(slots=True)
@@ -162,9 +193,18 @@ class ShapeProbe:
     layers: dict[int, LayerShape] = field(default_factory=dict[int, LayerShape])
 
     def attend(
-        self, layer: int, *, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+        self,
+        layer: int,
+        *,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        window: int | None = None,
     ) -> Tensor:
-        self.layers[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], key.dtype, key.device)
+        self.layers[layer] = LayerShape(
+            key.shape[1], key.shape[-1], value.shape[-1], key.dtype, key.device, window
+        )
         return scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=True
         ).transpose(1, 2)
@@ -180,11 +220,11 @@ def _attend_group(
     """
     num_heads, num_kv_heads = query.shape[1], keys.shape[1]
     num_sharing = num_heads // num_kv_heads
+    keys, values = keys[:, :, group.positions], values[:, :, group.positions]
     if isinstance(group.slots, slice):
-        keys, values = keys[group.slots, :, : group.length], values[group.slots, :, : group.length]
+        keys, values = keys[group.slots], values[group.slots]
     else:
-        keys = keys[:, :, : group.length].index_select(0, group.slots)
-        values = values[:, :, : group.length].index_select(0, group.slots)
+        keys, values = keys.index_select(0, group.slots), values.index_select(0, group.slots)
     num_slots, count = len(keys), len(group.rows) // len(keys)
     query_rows = query[0].index_select(1, group.rows).view(num_heads, num_slots, count, -1).transpose(0, 1)
     mask = group.mask
@@ -216,8 +256,8 @@ def _attend_chunk(
     shared = (-1, query_rows.shape[1], -1, -1)
     attended = scaled_dot_product_attention(
         query_rows,
-        keys[chunk.slot, :, : chunk.length].unsqueeze(1).expand(shared),
-        values[chunk.slot, :, : chunk.length].unsqueeze(1).expand(shared),
+        keys[chunk.slot, :, chunk.positions].unsqueeze(1).expand(shared),
+        values[chunk.slot, :, chunk.positions].unsqueeze(1).expand(shared),
         attn_mask=chunk.mask,
         is_causal=chunk.mask is None,
         scale=scaling,
@@ -242,16 +282,23 @@ def _attend(
             "keyword arguments to its attention, or other code called a model that an embedded server owns; "
             "give the server its own copy"
         )
-    if sliding_window is not None and sliding_window < attention_context.max_model_len:
-        raise ConfigError(
-            f"{type(module).__name__} has a sliding window of {sliding_window} tokens, below {CONTEXT} of "
-            f"{attention_context.max_model_len} tokens"
-        )
     for option, meaning in UNSUPPORTED_OPTIONS.items():
         if options.get(option) is not None:
             raise ConfigError(f"{type(module).__name__} uses {meaning} ({option})")
-    attended = attention_context.attend(module.layer_idx, query=query, key=key, value=value, scaling=scaling)
+    attended = attention_context.attend(
+        module.layer_idx,
+        query=query,
+        key=key,
+        value=value,
+        scaling=scaling,
+        window=_shorter(sliding_window, attention_context.max_model_len),
+    )
     return attended, None
+
+
+def _shorter(window: int | None, length: int) -> int | None:
+    """Return a window that hides something in sequences of this length, or None."""
+    return window if window is not None and window < length else None
 
 
 # No mask function is registered under the name: `transformers` then builds no mask.

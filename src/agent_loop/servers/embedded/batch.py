@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agent_loop.servers.embedded.attention import KVCache, PrefillChunk, SlotAttention, SlotGroup
+from agent_loop.servers.embedded.attention import KVCache, PrefillChunk, Reads, SlotAttention, SlotGroup
 from agent_loop.servers.embedded.slots import Slot
 from agent_loop.servers.embedded.vision import ImageRows, PromptImages
 
@@ -100,8 +100,13 @@ def pack_step(
             heads: _to(device, _cache_rows(slot_ids, positions, heads, max_model_len=cache.max_model_len))
             for heads in cache.kv_head_counts
         },
-        groups=tuple(_slot_groups(groups, cache=cache, token_bytes=token_bytes)),
-        chunks=tuple(_prefill_chunks(long, row=int(ends[-1]) - num_long, cache=cache)),
+        reads={
+            window: Reads(
+                groups=tuple(_slot_groups(groups, cache=cache, token_bytes=token_bytes, window=window)),
+                chunks=tuple(_prefill_chunks(long, row=int(ends[-1]) - num_long, cache=cache, window=window)),
+            )
+            for window in cache.windows
+        },
     )
     return StepBatch(
         token_ids=_to(device, token_ids.astype(np.int64)).unsqueeze(0),
@@ -192,7 +197,9 @@ def _read_cost(group: _Group, *, token_bytes: int) -> _ReadCost:
     return _ReadCost(min(as_range, by_index), as_range <= by_index)
 
 
-def _slot_groups(groups: Iterable[_Group], *, cache: KVCache, token_bytes: int) -> Iterable[SlotGroup]:
+def _slot_groups(
+    groups: Iterable[_Group], *, cache: KVCache, token_bytes: int, window: int | None
+) -> Iterable[SlotGroup]:
     device, dtype = cache.keys[0].device, cache.keys[0].dtype
     row = 0
     for group in groups:
@@ -213,28 +220,41 @@ def _slot_groups(groups: Iterable[_Group], *, cache: KVCache, token_bytes: int) 
         is_kept[places] = np.arange(steps.shape[1]) < counts[:, None]
         last_seen = np.full(rows.shape, length - 1)
         last_seen[places] = starts[:, None] + steps
-        mask = None
-        if int(last_seen.min()) < length - 1:
-            mask = _additive(_to(device, np.arange(length) > last_seen[:, :, None]), dtype=dtype).unsqueeze(1)
+        first_seen = np.maximum(last_seen - (window or length) + 1, 0)
+        start, mask = int(first_seen.min()), None
+        if last_seen.min() < length - 1 or first_seen.max() > start:
+            positions = np.arange(start, length)
+            is_hidden = (positions > last_seen[:, :, None]) | (positions < first_seen[:, :, None])
+            mask = _additive(_to(device, is_hidden), dtype=dtype).unsqueeze(1)
         yield SlotGroup(
             rows=_to(device, rows.ravel()),
             kept=None if is_kept.all() else _to(device, np.flatnonzero(is_kept)),
             slots=slice(int(slots[0]), int(slots[0]) + num_slots) if is_range else _to(device, slots),
-            length=length,
+            positions=slice(start, length),
             mask=mask,
         )
         row += int(counts.sum())
 
 
-def _prefill_chunks(chunks: Iterable[Chunk], *, row: int, cache: KVCache) -> Iterable[PrefillChunk]:
+def _prefill_chunks(
+    chunks: Iterable[Chunk], *, row: int, cache: KVCache, window: int | None
+) -> Iterable[PrefillChunk]:
     device, dtype = cache.keys[0].device, cache.keys[0].dtype
-    for slot, count in chunks:
-        length, mask = slot.num_cached + count, None
-        if slot.num_cached:
-            is_future = torch.ones((count, length), dtype=torch.bool, device=device).triu(slot.num_cached + 1)
-            mask = _additive(is_future, dtype=dtype)
-        yield PrefillChunk(row_start=row, row_end=row + count, slot=slot.index, length=length, mask=mask)
-        row += count
+    for chunk in chunks:
+        last_seen = torch.arange(chunk.slot.num_cached, chunk.end, device=device)[:, None]
+        first_seen = last_seen - (window or chunk.end) + 1
+        start, mask = max(0, int(first_seen[0])), None
+        if chunk.slot.num_cached or first_seen[-1] > 0:
+            positions = torch.arange(start, chunk.end, device=device)
+            mask = _additive((positions > last_seen) | (positions < first_seen), dtype=dtype)
+        yield PrefillChunk(
+            row_start=row,
+            row_end=row + chunk.num_new,
+            slot=chunk.slot.index,
+            positions=slice(start, chunk.end),
+            mask=mask,
+        )
+        row += chunk.num_new
 
 
 def _cache_rows(

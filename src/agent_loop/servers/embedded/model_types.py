@@ -34,7 +34,10 @@ SHARED_CACHE = _types(
     qwen3_moe roc_bert seed_oss smollm3 smolvlm solar_open starcoder2 youtu
     """
 )
-"""Types whose requests are computed together, unless a window is shorter than the context."""
+"""Types whose requests are computed together."""
+
+_WINDOW_IN_MASK = _types("phimoe qwen2_moe")
+"""Types of `SHARED_CACHE` that hide the tokens before a window by a mask, which the engine's attention does not get."""
 
 CACHE_OF_TURNS = _types(
     """
@@ -171,6 +174,11 @@ def short_window(config: Any, *, length: int) -> int | None:
             if type(value) is int and 0 < value < length and _WINDOW.search(name):
                 return value
     return None
+
+
+def unseen_window(model: Any, *, length: int) -> int | None:
+    """Return a window shorter than `length` that the engine's attention would not get, or None."""
+    return short_window(model.config, length=length) if model_type_of(model) in _WINDOW_IN_MASK else None
 
 
 def rope_parameters(model_config: Any) -> list[Mapping[str, Any]]:

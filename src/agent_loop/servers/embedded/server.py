@@ -26,7 +26,7 @@ from agent_loop.servers.base import (
 from agent_loop.servers.embedded.config import CONTEXT, EmbeddedConfig
 from agent_loop.servers.embedded.engine import EmbeddedEngine, EngineStats
 from agent_loop.servers.embedded.grammar import GrammarCompiler
-from agent_loop.servers.embedded.model_types import proved_cache, short_window
+from agent_loop.servers.embedded.model_types import proved_cache, unseen_window
 from agent_loop.servers.embedded.per_request_backend import PerRequestBackend
 from agent_loop.servers.embedded.request import EngineLimits, ScoreRequest, build_request
 from agent_loop.servers.embedded.runner import ModelRunner, text_config_of
@@ -286,7 +286,7 @@ def _choose_backend(
         "" if proved == "shared" else f"the type {model.config.model_type} is not proved for a shared cache"
     )
     if kind == "shared" or (kind == "auto" and proved == "shared" and not config.deterministic):
-        window = short_window(model.config, length=config.max_model_len)
+        window = unseen_window(model, length=config.max_model_len)
         try:
             if window is not None:
                 raise ConfigError(

@@ -25,7 +25,7 @@ from agent_loop.servers.embedded.slots import PrefixInPrefill, Slot, SlotTable
 from agent_loop.servers.embedded.vision import media_features
 
 PLAIN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
-"""Types of layers that store keys and values. The forward rejects a sliding window shorter than the context."""
+"""Types of layers that store keys and values."""
 
 CacheKind: TypeAlias = Literal["shared", "per_request", "none"]
 """`shared`: one KV cache, all requests in one forward. `per_request`: the model's own cache and attention, one request
