@@ -111,9 +111,10 @@ def test_a_folder_for_a_model_of_the_user_has_rows_and_passing_tests(
     result = command("init", "mine", "--template", starter.value, "--model", "my/model")
     assert result.exit_code == 0, result.err
     folder = task / "mine"
-    assert yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["model"] == {
-        "path": "my/model"
-    }
+    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    assert config["model"] == {"path": "my/model", "dtype": "bfloat16", "lora_rank": 16}
+    assert config["actor"]["lr"] == 1e-4
+    assert (config["rollout"]["prompt_length"], config["rollout"]["response_length"]) == (1024, 512)
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
     val_rows = [
         json.loads(line) for line in (folder / "val_rows.jsonl").read_text(encoding="utf-8").splitlines()
