@@ -215,7 +215,9 @@ class ToolsInBranches(AgentLoopBase):
 
 def run_best_of_two(reward: Any = lambda output, row: 1.0) -> tuple[list[Trajectory], WorkerHarness]:
     replies = (text_reply(f"answer {number}") for number in range(3))
-    harness = WorkerHarness(lambda _: next(replies), agent="best_of_two", reward=RewardFunction(reward, timeout_s=1))
+    harness = WorkerHarness(
+        lambda _: next(replies), agent="best_of_two", reward=RewardFunction(reward, timeout_s=1)
+    )
     return harness.run([{"raw_prompt": user("?")}]), harness
 
 
