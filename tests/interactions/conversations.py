@@ -23,23 +23,5 @@ def alternating(*texts: str) -> list[Message]:
 
 def converse(interaction: BaseInteraction, answers: Sequence[str], **interaction_kwargs: Any) -> Trajectory:
     """Run one row with a model that returns these answers."""
-    harness = WorkerHarness(
-        [text_reply(answer) for answer in answers], interactions={interaction.name: interaction}
-    )
+    harness = WorkerHarness(list(map(text_reply, answers)), interactions={interaction.name: interaction})
     return harness.run_one(interaction_kwargs={"name": interaction.name, **interaction_kwargs})
-
-
-def ask(interaction: BaseInteraction, *conversations: list[Message], **kwargs: Any) -> list[Any]:
-    """Return the replies of an interaction in one trajectory, followed by the trajectory's score."""
-
-    async def main() -> list[Any]:
-        await interaction.start_interaction("1", **kwargs)
-        replies: list[Any] = [
-            await interaction.generate_response("1", messages, **kwargs) for messages in conversations
-        ]
-        replies.append(await interaction.calculate_score("1"))
-        await interaction.finalize_interaction("1")
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        return replies
-
-    return run_virtual(main())

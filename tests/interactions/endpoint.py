@@ -18,7 +18,7 @@ class PreparedResponse:
     text: str | None = ""
     status: int = 200
     hangs: bool = False
-    is_cut: bool = False
+
     body: str | None = None
     """Body to send instead of a completion."""
 
@@ -44,18 +44,11 @@ class Endpoint:
             error = {"error": {"message": "broken"}}
             return web.json_response(error, status=response.status, headers={"retry-after-ms": "1"})
         message = {"role": "assistant", "content": response.text}
-        return web.json_response(
-            {
-                "id": "1",
-                "object": "chat.completion",
-                "created": 0,
-                "model": "user",
-                "choices": [
-                    {"index": 0, "message": message, "finish_reason": "length" if response.is_cut else "stop"}
-                ],
-                "usage": {"prompt_tokens": 11, "completion_tokens": 5, "total_tokens": 16},
-            }
-        )
+
+        usage = {"prompt_tokens": 11, "completion_tokens": 5, "total_tokens": 16}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        completion = {"id": "1", "object": "chat.completion", "created": 0, "model": "user"}
+        return web.json_response({**completion, "choices": [choice], "usage": usage})
 
 
 @asynccontextmanager
