@@ -1,7 +1,9 @@
-"""Trajectories are stored during training, and a failed write does not stop the run."""
+"""Trajectories are stored during training, and the documentation of what is stored is correct."""
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +11,11 @@ from typing import ClassVar
 
 import pytest
 
-from agent_loop.storage import StoredRun
-from agent_loop.storage.writer import TrajectoryKeeper, write_trajectories
+from agent_loop.storage import StoredRun, text_of, to_trajectory, write_trajectories, write_vocabulary
+from agent_loop.storage.columns import SCHEMA
+from agent_loop.storage.writer import TrajectoryKeeper
 from tests.helpers import small_tokenizer
-from tests.storage.samples import solved
+from tests.storage.samples import failed, solved
 
 
 def kept(
@@ -57,11 +60,10 @@ def test_a_file_in_the_place_of_the_folder_is_counted_and_reported_once(tmp_path
     (tmp_path / "trajectories").write_text("not a folder", encoding="utf-8")
     keeper, reports = kept(tmp_path, [1, 2])
     assert keeper.num_failed == 4
-    assert [report.partition(":")[0] for report in reports] == [
-        "trajectories cannot be written",
-        "trajectories",
-    ]
-    assert "FileExistsError" in reports[0]
+    first, total = reports
+    assert first.startswith("trajectories cannot be written:")
+    assert "FileExistsError" in first
+    assert total.startswith("trajectories:")
 
 
 class _SlowTokenizer:
@@ -95,3 +97,69 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
         write_trajectories(path, [solved(), None], step=1, split="train")
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+# -- the page on stored trajectories -----------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "trajectories.md"
+
+
+def test_the_page_lists_every_column() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    columns = re.findall(r"^\| `(\w+)` \| `(.*?)` \| .+ \|$", page, flags=re.MULTILINE)
+    assert columns == [(field.name, str(field.type)) for field in SCHEMA]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "runs" / "train"
+    for step in (1, 12):
+        for split in ("train", "val"):
+            path = folder / "trajectories" / f"{split}-{step:06d}.parquet"
+            write_trajectories(path, [solved(), failed()], step=step, split=split)
+    write_vocabulary(folder / "vocabulary.json", small_tokenizer())
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def code(language: str, number: int) -> str:
+    blocks = PAGE.read_text(encoding="utf-8").split(f"```{language}\n")[1:]
+    return blocks[number].split("```")[0]
+
+
+def test_the_queries_of_the_page_run(run: Path) -> None:
+    duckdb = pytest.importorskip("duckdb")
+    first, second, _ = code("sql", 0).split(";")
+    assert sorted(duckdb.sql(first).fetchall()) == [
+        (1, "answered", 1, 0.1),
+        (1, "failed", 1, None),
+        (12, "answered", 1, 0.1),
+        (12, "failed", 1, None),
+    ]
+    assert duckdb.sql(second).fetchall()[0] == ("group=0/rollout=0", "4", "4", "4")
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_the_programs_of_the_page_run(run: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pandas")
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(run / "cache"))
+    program = code("python", number).replace("group=3/rollout=1", "group=0/rollout=0")
+    program = program.replace('load_dataset("parquet", ', f'load_dataset("parquet", cache_dir={str(run)!r}, ')
+    exec(compile(program, str(PAGE), "exec"), {})
+
+
+def test_json_columns_are_strict(run: Path) -> None:
+    def fail(name: str) -> None:
+        raise AssertionError(name)
+
+    for row in StoredRun(run).rows():
+        for name in ("row", "messages", "feedback", "incidents", "metrics", "reward_extra", "extra_fields"):
+            json.loads(row[name], parse_constant=fail)
+
+
+def test_functions_of_the_package_work_as_the_page_describes(run: Path) -> None:
+    stored = StoredRun(run)
+    row = stored.trajectory("train", 12, "group=0/rollout=0")
+    assert text_of([2], stored.vocabulary()) == "<|im_end|>"
+    assert to_trajectory(row).output.answer == "4"
