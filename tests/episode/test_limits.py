@@ -1,4 +1,4 @@
-"""Time limits of completions, turns and trajectories: their incidents, and the tokens that are kept."""
+"""Limits of episodes: of tokens, turns and time, and the tokens that are kept."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 from agent_loop.config import MultiTurnConfig
 from agent_loop.episode.deadlines import Deadlines, TimeLimit
+from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.servers.scripted import ScriptedReply
-from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind
-from agent_loop.types import StopReason
+from agent_loop.types import SamplingParams, StopReason
 from tests.helpers import call_text, encoded, text_reply, user
 from tests.rollout.harness import Adder, WorkerHarness
 
@@ -37,24 +37,19 @@ def test_a_completion_over_its_time_limit_is_cut_and_its_tokens_are_kept() -> No
 
 
 def test_the_time_limit_of_a_completion_includes_its_time_in_the_queue() -> None:
-    harness = WorkerHarness(lambda _: text_reply("ok", latency_s=30.0), generate_timeout_s=40.0)
+    harness = WorkerHarness([text_reply("ok", latency_s=30.0)], generate_timeout_s=40.0)
     harness.server_manager.pool.balancer.remove_server("scripted-0")
     harness.server_manager.pool.balancer.add_server("scripted-0", max_in_flight=1)
     first, second = (t.output for t in harness.run([{"raw_prompt": user("?")}] * 2))
     assert first.stop_reason is StopReason.ANSWERED
-    assert (second.stop_reason, second.incidents[-1].kind) == (
-        StopReason.DEADLINE,
-        IncidentKind.GENERATE_TIMEOUT,
-    )
+    assert second.stop_reason is StopReason.DEADLINE
+    assert kinds(second)[-1] is IncidentKind.GENERATE_TIMEOUT
 
 
 def test_the_time_limit_applies_to_each_completion_separately() -> None:
+    turns = [*[call_text("add", a=1, b=2)] * 3, "3"]
     harness = WorkerHarness(
-        lambda r: (
-            text_reply(call_text("add", a=1, b=2), latency_s=30.0)
-            if r.turn < 3
-            else text_reply("3", latency_s=30.0)
-        ),
+        [text_reply(turn, latency_s=30.0) for turn in turns],
         tools=[Adder({"latency_s": 30.0})],
         generate_timeout_s=40.0,
         turn_timeout_s=70.0,
@@ -96,13 +91,8 @@ def test_a_turn_whose_tools_exceed_its_time_limit_ends_the_trajectory() -> None:
 
 
 def test_the_time_limit_of_a_trajectory_ends_it_without_an_incident_of_a_turn() -> None:
-    harness = WorkerHarness(
-        lambda _: text_reply("abcdefgh", latency_s=100.0),
-        generate_timeout_s=60.0,
-        turn_timeout_s=70.0,
-        deadline_s=50.0,
-    )
-    output = harness.run_one().output
+    limits = {"generate_timeout_s": 60.0, "turn_timeout_s": 70.0, "deadline_s": 50.0}
+    output = WorkerHarness([text_reply("abcdefgh", latency_s=100.0)], **limits).run_one().output
     assert (output.stop_reason, kinds(output)) == (StopReason.DEADLINE, [IncidentKind.CUT_TURN])
 
 
@@ -123,31 +113,65 @@ class WaitsAfterItsTurn(AgentLoopBase):
 
 @pytest.mark.parametrize(
     ("then", "reason"),
-    [
-        ("observe", StopReason.ANSWERED),
-        ("branch", StopReason.ANSWERED),
-        ("wait", StopReason.DEADLINE),
-    ],
+    [("observe", StopReason.ANSWERED), ("branch", StopReason.ANSWERED), ("wait", StopReason.DEADLINE)],
 )
 def test_a_turn_ends_when_a_reply_is_added_or_the_episode_branches(then: str, reason: StopReason) -> None:
-    harness = WorkerHarness(lambda _: text_reply("x"), agent="waits_after_its_turn", turn_timeout_s=60.0)
+    harness = WorkerHarness([text_reply("x")], agent="waits_after_its_turn", turn_timeout_s=60.0)
     assert harness.run_one(then=then).output.stop_reason is reason
 
 
-def test_the_earliest_of_several_limits_applies_and_removed_limits_do_not() -> None:
-    async def main() -> None:
-        deadlines = Deadlines()
-        with pytest.raises(TimeoutError):
-            async with deadlines:
-                deadlines.begin(TimeLimit.TRAJECTORY, seconds=100)
-                deadlines.begin(TimeLimit.GENERATE, seconds=10)
-                await asyncio.sleep(5)
-                deadlines.end(TimeLimit.GENERATE)
-                deadlines.begin(TimeLimit.TURN, seconds=20)
-                try:
-                    await asyncio.sleep(1000)
-                finally:
-                    deadlines.end(TimeLimit.TURN)
-        assert (deadlines.exceeded, asyncio.get_running_loop().time()) == (TimeLimit.TURN, 25)
+@pytest.mark.virtual_time
+async def test_the_earliest_of_several_limits_applies_and_removed_limits_do_not() -> None:
+    deadlines = Deadlines()
+    with pytest.raises(TimeoutError):
+        async with deadlines:
+            deadlines.begin(TimeLimit.TRAJECTORY, seconds=100)
+            deadlines.begin(TimeLimit.GENERATE, seconds=10)
+            await asyncio.sleep(5)
+            deadlines.end(TimeLimit.GENERATE)
+            deadlines.begin(TimeLimit.TURN, seconds=20)
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                deadlines.end(TimeLimit.TURN)
+    assert (deadlines.exceeded, asyncio.get_running_loop().time()) == (TimeLimit.TURN, 25)
 
-    run_virtual(main())
+
+# -- tokens and turns --------------------------------------------------------------------------------------------------
+
+
+def limits(**values: int) -> EpisodeLimits:
+    return EpisodeLimits(**{"prompt_length": 10, "response_length": 100, **values})
+
+
+@pytest.mark.parametrize(
+    ("assistant_turns", "num_tokens", "forbidden"),
+    [
+        (0, 0, None),
+        (2, 99, None),
+        (2, 100, StopReason.RESPONSE_LENGTH),
+        (3, 0, StopReason.MAX_ASSISTANT_TURNS),
+        (3, 100, StopReason.MAX_ASSISTANT_TURNS),
+    ],
+)
+def test_another_turn_is_forbidden_by_the_limit_of_turns_or_of_tokens(
+    assistant_turns: int, num_tokens: int, forbidden: StopReason | None
+) -> None:
+    assert (
+        limits(max_assistant_turns=3).forbids_turn(assistant_turns=assistant_turns, num_tokens=num_tokens)
+        is forbidden
+    )
+
+
+@pytest.mark.parametrize(
+    ("requested", "per_turn", "used", "allowed"),
+    [(None, None, 0, 100), (7, None, 0, 7), (7, 5, 0, 5), (7, 5, 98, 2)],
+)
+def test_max_tokens_is_the_minimum_of_the_request_the_turn_limit_and_the_tokens_left(
+    requested: int | None, per_turn: int | None, used: int, allowed: int
+) -> None:
+    applied = EpisodeLimits(10, 100, max_turn_tokens=per_turn).applied(
+        SamplingParams(max_tokens=requested, stop_token_ids=(1,)), num_tokens=used, stop_token_ids=[2]
+    )
+    assert applied.max_tokens == allowed
+    assert applied.stop_token_ids == (1, 2)

@@ -1,4 +1,4 @@
-"""Child processes that do not end as they should, and the environment that they get."""
+"""Child processes that do not end as they should, owners of resources, and processes that outlive them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import asyncio
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,15 @@ import pytest
 from agent_loop.errors import ConfigError
 from agent_loop.runtime import child_process as module
 from agent_loop.runtime.child_process import DRAIN_S, MAX_KEPT_BYTES, inherited_environment, run_command
+from agent_loop.runtime.owner import (
+    OWNER_VARIABLE,
+    SPARED_SUFFIX,
+    kill_orphans,
+    kill_processes,
+    num_spared_orphans,
+    parse_owner,
+    this_process,
+)
 
 ENV = inherited_environment()
 
@@ -31,6 +42,14 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-S", "-c", code]
 
 
+def leaving_a_child(folder: Path, *, apart: bool = False, then: str = "") -> list[str]:
+    return python(LEAVES_A_CHILD.format(apart=apart, pids=str(folder / "pid")) + then)
+
+
+def child_of(folder: Path) -> int:
+    return int((folder / "pid").read_text())
+
+
 def ends(pid: int) -> bool:
     """Return whether a process ends within some seconds."""
     try:
@@ -43,82 +62,65 @@ def ends(pid: int) -> bool:
         os.close(process)
 
 
-def test_a_program_ends_when_it_exits_and_its_children_are_killed(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        code = LEAVES_A_CHILD.format(apart=False, pids=str(tmp_path / "pid"))
-        finished = await run_command(python(code), env=ENV, stdin=b"")
-        assert (finished.exit_code, finished.stdout) == (0, "done\n")
-        assert ends(int((tmp_path / "pid").read_text()))
-
+async def test_a_program_ends_when_it_exits_and_its_children_are_killed(tmp_path: Path) -> None:
     began = time.monotonic()
-    asyncio.run(scenario())
+    finished = await run_command(leaving_a_child(tmp_path), env=ENV, stdin=b"")
+    assert (finished.exit_code, finished.stdout) == (0, "done\n")
+    assert ends(child_of(tmp_path))
     assert time.monotonic() - began < 30
 
 
-def test_an_output_that_a_daemon_holds_open_is_read_for_a_limited_time(
+async def test_an_output_that_a_daemon_holds_open_is_read_for_a_limited_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert DRAIN_S < 30
     monkeypatch.setattr(module, "DRAIN_S", 0.1)
-    code = LEAVES_A_CHILD.format(apart=True, pids=str(tmp_path / "pid"))
     began = time.monotonic()
-    finished = asyncio.run(run_command(python(code), env=ENV, stdin=b""))
-    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    finished = await run_command(leaving_a_child(tmp_path, apart=True), env=ENV, stdin=b"")
+    os.kill(child_of(tmp_path), signal.SIGKILL)
     assert finished.stdout == "done\n"
     assert time.monotonic() - began < 30
 
 
-def test_a_caller_that_is_cancelled_as_the_program_exits_leaves_no_children(
+async def test_a_caller_that_is_cancelled_as_the_program_exits_leaves_no_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        def exited(watch: Any) -> None:
-            exits(watch)
-            running.cancel()
+    def exited(watch: Any) -> None:
+        exits(watch)
+        running.cancel()
 
-        exits = module.OutputCollector.process_exited
-        monkeypatch.setattr(module.OutputCollector, "process_exited", exited)
-        code = LEAVES_A_CHILD.format(apart=False, pids=str(tmp_path / "pid"))
-        running = asyncio.ensure_future(run_command(python(code), env=ENV, stdin=b""))
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert ends(int((tmp_path / "pid").read_text()))
-
-    asyncio.run(scenario())
+    exits = module.OutputCollector.process_exited
+    monkeypatch.setattr(module.OutputCollector, "process_exited", exited)
+    running = asyncio.ensure_future(run_command(leaving_a_child(tmp_path), env=ENV, stdin=b""))
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert ends(child_of(tmp_path))
 
 
-def test_a_program_may_ignore_its_input_and_write_more_than_is_kept() -> None:
+async def test_a_program_may_ignore_its_input_and_write_more_than_is_kept() -> None:
     code = "import sys; sys.stdout.write('x' * 2**20); sys.stdout.buffer.write(b'\\xff' + b'end')"
-    finished = asyncio.run(run_command(python(code), env=ENV, stdin=b"y" * 2**20))
+    finished = await run_command(python(code), env=ENV, stdin=b"y" * 2**20)
     assert len(finished.stdout.encode(errors="replace")) < 2**17
     assert finished.stdout.endswith("x\N{REPLACEMENT CHARACTER}end")
     assert finished.omitted_bytes == 2**20 + 4 - MAX_KEPT_BYTES
 
 
-def test_a_program_that_exceeds_its_time_limit_is_killed_with_its_children(tmp_path: Path) -> None:
-    code = LEAVES_A_CHILD.format(apart=False, pids=str(tmp_path / "pid")) + "\nimport time; time.sleep(60)"
-
-    async def scenario() -> None:
-        result = await run_command(python(code), env=ENV, stdin=b"", timeout_s=3)
-        assert result.timed_out
-        assert result.exit_code == -signal.SIGTERM
-        assert result.stdout == "done\n"
-        assert ends(int((tmp_path / "pid").read_text()))
-
-    asyncio.run(scenario())
+async def test_a_program_that_exceeds_its_time_limit_is_killed_with_its_children(tmp_path: Path) -> None:
+    command = leaving_a_child(tmp_path, then="\nimport time; time.sleep(60)")
+    result = await run_command(command, env=ENV, stdin=b"", timeout_s=3)
+    assert result.timed_out
+    assert result.exit_code == -signal.SIGTERM
+    assert result.stdout == "done\n"
+    assert ends(child_of(tmp_path))
 
 
 def test_input_comes_from_a_file_and_output_goes_to_a_sink(tmp_path: Path) -> None:
-    (tmp_path / "input").write_bytes(os.urandom(2**20))
-    received: list[bytes] = []
-
-    async def scenario() -> None:
-        with (tmp_path / "input").open("rb") as file:
-            result = await run_command(["cat"], env=ENV, stdin=file, stdout_sink=received.append)
-        assert (result.exit_code, result.stdout, result.omitted_bytes) == (0, "", 0)
-
-    asyncio.run(scenario())
-    assert b"".join(received) == (tmp_path / "input").read_bytes()
+    path, received = tmp_path / "input", list[bytes]()
+    path.write_bytes(os.urandom(2**20))
+    with path.open("rb") as file:
+        result = asyncio.run(run_command(["cat"], env=ENV, stdin=file, stdout_sink=received.append))
+    assert (result.exit_code, result.stdout, result.omitted_bytes) == (0, "", 0)
+    assert b"".join(received) == path.read_bytes()
 
 
 def test_a_program_runs_in_the_given_folder_with_the_given_environment_alone(
@@ -137,6 +139,77 @@ def test_a_program_runs_in_the_given_folder_with_the_given_environment_alone(
     assert "'GIVEN': '1'" in variables
 
 
-def test_a_command_that_cannot_be_started_is_named() -> None:
+async def test_a_command_that_cannot_be_started_is_named() -> None:
     with pytest.raises(ConfigError, match=r"no-such-program.*cannot be started"):
-        asyncio.run(run_command(["no-such-program"], env=ENV))
+        await run_command(["no-such-program"], env=ENV)
+
+
+# -- owners ------------------------------------------------------------------------------------------------------------
+
+
+def sleeper(mark: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["sleep", "60"], env={"PATH": os.environ["PATH"], OWNER_VARIABLE: mark})
+
+
+def dead_token() -> str:
+    """Return the token of a process that has ended."""
+    ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    ended.wait()
+    return replace(this_process(), pid=ended.pid).token
+
+
+def test_a_token_begins_names_and_is_read_from_them() -> None:
+    this = this_process()
+    assert parse_owner(f"{this.token}.a1b2") == this
+    assert parse_owner("container") is None
+    assert not this.is_dead
+
+
+def test_an_owner_is_dead_once_it_has_ended_or_its_id_belongs_to_another_process() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        owner = replace(this_process(), pid=child.pid, start=start_of(child.pid))
+        assert not owner.is_dead
+        assert replace(owner, start=owner.start - 1).is_dead
+        child.kill()
+    assert owner.is_dead
+
+
+def test_owners_of_other_machines_and_boots_may_live() -> None:
+    dead = replace(this_process(), pid=2**22 + 1)
+    assert dead.is_dead
+    assert not replace(dead, machine="00000000").is_dead
+    assert not replace(dead, boot="00000000").is_dead
+
+
+def test_marked_processes_are_killed_and_others_are_not() -> None:
+    mark = f"{this_process().token}.meant"
+    meant, other = sleeper(mark), sleeper(f"{this_process().token}.other")
+    try:
+        assert kill_processes(lambda owner: owner == mark) == 1
+        assert meant.wait(10) == -signal.SIGKILL
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_orphans_are_killed_except_those_that_end_by_themselves() -> None:
+    token = dead_token()
+    orphan, spared, owned = (
+        sleeper(f"{token}.x"),
+        sleeper(token + SPARED_SUFFIX),
+        sleeper(this_process().token),
+    )
+    try:
+        kill_orphans()
+        assert orphan.wait(10) == -signal.SIGKILL
+        assert (spared.poll(), owned.poll()) == (None, None)
+        assert num_spared_orphans() >= 1
+    finally:
+        for process in (spared, owned):
+            process.kill()
+            process.wait()
+
+
+def start_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
