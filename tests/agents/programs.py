@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,9 @@ class Agent:
     """Name of its shell tool."""
     arguments: Callable[[str], Mapping[str, Any]]
     """Returns the arguments of the tool that run a command."""
-    finish: ScriptedReply
+    finish: ScriptedReply = field(default_factory=lambda: text_reply(DONE))
     """Completion with which the agent ends."""
-    answer: str
+    answer: str = DONE
     """What the agent reports."""
 
     def call(self, command: str) -> ScriptedReply:
@@ -43,43 +43,20 @@ class Agent:
         return tool_call_reply(self.tool, **self.arguments(command))
 
 
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 AGENTS = {
     agent.loop: agent
     for agent in (
-        Agent(
-            "claude-code",
-            "Bash",
-            lambda command: {"command": command, "description": "Write"},
-            text_reply(DONE),
-            DONE,
-        ),
-        Agent(
-            "codex",
-            "exec_command",
-            lambda command: {"cmd": command, "yield_time_ms": 30_000},
-            text_reply(DONE),
-            DONE,
-        ),
-        Agent(
-            "opencode",
-            "bash",
-            lambda command: {"command": command, "description": "Write"},
-            text_reply(DONE),
-            DONE,
-        ),
-        Agent(
-            "qwen-code",
-            "run_shell_command",
-            lambda command: {"command": command, "is_background": False},
-            text_reply(DONE),
-            DONE,
-        ),
+        Agent("claude-code", "Bash", lambda command: {"command": command, "description": "Write"}),
+        Agent("codex", "exec_command", lambda command: {"cmd": command, "yield_time_ms": 30_000}),
+        Agent("opencode", "bash", lambda command: {"command": command, "description": "Write"}),
+        Agent("qwen-code", "run_shell_command", lambda command: {"command": command, "is_background": False}),
         Agent(
             "mini-swe-agent",
             "bash",
             lambda command: {"command": command},
-            tool_call_reply("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
-            "",
+            finish=tool_call_reply("bash", command=SUBMIT),
+            answer="",
         ),
     )
 }

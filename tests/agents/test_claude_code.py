@@ -1,18 +1,21 @@
-"""Claude Code at length: failing tools, calls that it rewrites, sub-agents, and requests that cannot be honoured."""
+"""Claude Code: failing tools, calls that it rewrites, sub-agents, requests that cannot be honoured, and a container."""
 
 from __future__ import annotations
 
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.trajectory import IncidentKind
-from tests.agents.programs import AGENTS
-from tests.agents.test_programs import AgentHarness
+from tests.agents.programs import AGENTS, COMMAND, policy, programs_folder
+from tests.agents.test_programs import CHECK, AgentHarness
 from tests.helpers import call_text, small_tokenizer, text_reply
 from tests.serve.harness import origins
+from tests.workspaces.test_containers import BASE, own_containers
 
 pytestmark = [
     pytest.mark.agents,
@@ -58,18 +61,15 @@ def reply(request: ScriptedRequest) -> ScriptedReply:
         return text_reply("There are 2." if len(turns) > 1 else bash("ls | wc -l > count.txt"))
     [folder, *_] = re.findall(r"working directory: (\S+)", text)
     steps = steps_in(folder)
-    return text_reply(
-        steps[min(len(turns), len(steps)) - 1]
-    )  # the end of the sub-agent is told in a further turn
+    # The end of the sub-agent is told in a further turn.
+    return text_reply(steps[min(len(turns), len(steps)) - 1])
 
 
 def test_a_long_task_is_one_trajectory_and_its_sub_agent_another() -> None:
     harness = AgentHarness(reply, max_assistant_turns=50)
     check = {"command": ["sh", "-c", "grep -qx 'x = 3' w.py && test -f a.txt -a -f b.txt -a -f count.txt"]}
     trajectories = harness.run_agent(AGENT, workspace={"check": check})
-    assert [t.output.failure for t in trajectories] == [None, None]
-    assert {t.reward for t in trajectories} == {1.0}
-    harness.assert_every_sampled_token_is_trained_on_once(trajectories)
+    harness.assert_solved(trajectories)
     main, sub_agent = (t.output for t in trajectories)
     num_steps = len(steps_in("-"))
     expected = ["prompt", *["model", "tool"] * (num_steps - 1), "model"]
@@ -86,3 +86,31 @@ def test_a_long_task_is_one_trajectory_and_its_sub_agent_another() -> None:
     results = [str(message["content"]) for message in main.messages if message["role"] == "tool"]
     assert results[0].startswith("Error: ")
     assert sum(result.startswith("Error: ") for result in results) >= 4
+
+
+# -- a container, which reaches nothing but the gateway ----------------------------------------------------------------
+
+needs_podman = pytest.mark.skipif(
+    shutil.which("podman") is None, reason="needs podman: tests/workspaces/install_containers.sh"
+)
+
+
+@needs_podman
+def test_an_agent_in_a_container_works_there_and_leaves_no_container() -> None:
+    installed = (programs_folder() / "claude").resolve().parent
+    container = {
+        "image": BASE,
+        "mounts": [f"{installed}:/opt/claude:ro"],
+        "env": {"PATH": "/opt/claude:/usr/bin:/bin"},
+    }
+    seen = "test -e /.dockerenv -o -e /run/.containerenv && ! ls " + str(Path(__file__).parent)
+    harness = AgentHarness(policy(AGENT, seen, COMMAND))
+    harness.assert_solved(harness.run_agent(AGENT, workspace={"container": container, "check": CHECK}))
+    assert own_containers() == []
+
+
+@needs_podman
+def test_an_agent_that_its_container_lacks_fails_with_the_command_that_installs_it() -> None:
+    [trajectory] = AgentHarness(policy(AGENT)).run_agent(AGENT, workspace={"container": {"image": BASE}})
+    assert trajectory.reward is None
+    assert "npm install -g @anthropic-ai/claude-code" in trajectory.output.failure.error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from agent_loop.servers.base import Ability
-from tests.agents.frameworks import ONE_TOOL_TURN, SUM, Sum, run_framework
+from tests.agents.frameworks import ONE_TOOL_TURN, SUM, Recorded, Sum, run_framework
 from tests.helpers import call_text
 from tests.serve.harness import origins
 
@@ -18,6 +18,7 @@ sdk: Any = pytest.importorskip("agents")
 pytestmark = [pytest.mark.agents, pytest.mark.parametrize("api", ["responses", "chat"])]
 
 ADD = call_text("add", a=1, b=2)
+THE_SUM = Sum(total=3, note="as asked")
 
 
 class Calls:
@@ -26,13 +27,12 @@ class Calls:
     def __init__(self) -> None:
         self.num_calls = 0
 
-    def tool(self) -> Any:
         def add(a: int, b: int) -> int:
             """Add two numbers."""
             self.num_calls += 1
             return a + b
 
-        return sdk.function_tool(add)
+        self.tool = sdk.function_tool(add)
 
 
 @asynccontextmanager
@@ -43,10 +43,15 @@ async def settings(api: str, base_url: str, api_key: str) -> AsyncGenerator[Any]
         yield sdk.RunConfig(model_provider=provider, tracing_disabled=True)
 
 
-async def run(agent: Any, question: str, *endpoint: str, **options: Any) -> Any:
-    """Run an agent, and return its result."""
-    async with settings(*endpoint) as run_config:
-        return await sdk.Runner.run(agent, question, run_config=run_config, **options)
+def run_agent(make: Callable[[], Any], *texts: str, api: str, expected: Any, **how: Any) -> Recorded:
+    """Run an agent, check its output, and return what is recorded."""
+
+    async def program(row: Any, *, base_url: str, api_key: str) -> None:
+        async with settings(api, base_url, api_key) as run_config:
+            result = await sdk.Runner.run(make(), "1 + 2?", run_config=run_config)
+        assert result.final_output == expected
+
+    return run_framework(program, *texts, **how)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -54,7 +59,7 @@ def test_an_agent_with_a_tool_is_one_trajectory(api: str, stream: bool) -> None:
     calls = Calls()
 
     async def program(row: Any, *, base_url: str, api_key: str) -> float:
-        agent = sdk.Agent(name="adder", instructions="Add.", tools=[calls.tool()])
+        agent = sdk.Agent(name="adder", instructions="Add.", tools=[calls.tool])
         async with settings(api, base_url, api_key) as run_config:
             if stream:
                 result = sdk.Runner.run_streamed(agent, "1 + 2?", run_config=run_config)
@@ -72,26 +77,23 @@ def test_an_agent_with_a_tool_is_one_trajectory(api: str, stream: bool) -> None:
 
 
 def test_parallel_calls_are_answered_in_one_turn(api: str) -> None:
-    calls = Calls()
-
-    async def program(row: Any, *, base_url: str, api_key: str) -> None:
-        agent = sdk.Agent(name="adder", tools=[calls.tool()])
-        result = await run(agent, "1 + 2, 3 + 4?", api, base_url, api_key)
-        assert result.final_output == "3 and 7"
-
-    recorded = run_framework(program, "Both." + ADD + call_text("add", a=3, b=4), "3 and 7")
+    calls, turn = Calls(), "Both." + ADD + call_text("add", a=3, b=4)
+    recorded = run_agent(
+        lambda: sdk.Agent(name="adder", tools=[calls.tool]), turn, "3 and 7", api=api, expected="3 and 7"
+    )
     assert origins(recorded.output) == ONE_TOOL_TURN
     assert [m["content"] for m in recorded.output.messages if m["role"] == "tool"] == ["3", "7"]
     assert calls.num_calls == 2
 
 
 def test_an_output_type_is_enforced_where_the_server_can(api: str) -> None:
-    async def program(row: Any, *, base_url: str, api_key: str) -> None:
-        agent = sdk.Agent(name="adder", output_type=Sum)
-        result = await run(agent, "1 + 2?", api, base_url, api_key)
-        assert result.final_output == Sum(total=3, note="as asked")
-
-    recorded = run_framework(program, SUM, abilities=[Ability.JSON_SCHEMA])
+    recorded = run_agent(
+        lambda: sdk.Agent(name="adder", output_type=Sum),
+        SUM,
+        api=api,
+        expected=THE_SUM,
+        abilities=[Ability.JSON_SCHEMA],
+    )
     assert origins(recorded.output) == ["prompt", "model"]
     assert "response_format" not in recorded.dropped
 
@@ -99,48 +101,52 @@ def test_an_output_type_is_enforced_where_the_server_can(api: str) -> None:
 @pytest.mark.parametrize("abilities", [(), (Ability.JSON_SCHEMA,)])
 def test_an_output_type_with_tools_is_one_trajectory(api: str, abilities: Iterable[Ability]) -> None:
     calls = Calls()
-
-    async def program(row: Any, *, base_url: str, api_key: str) -> None:
-        agent = sdk.Agent(name="adder", tools=[calls.tool()], output_type=Sum)
-        result = await run(agent, "1 + 2?", api, base_url, api_key)
-        assert result.final_output == Sum(total=3, note="as asked")
-
-    recorded = run_framework(program, ADD, SUM, abilities=abilities)
+    recorded = run_agent(
+        lambda: sdk.Agent(name="adder", tools=[calls.tool], output_type=Sum),
+        ADD,
+        SUM,
+        api=api,
+        expected=THE_SUM,
+        abilities=abilities,
+    )
     assert origins(recorded.output) == ONE_TOOL_TURN
     assert recorded.dropped.count("response_format") == 1
     assert calls.num_calls == 1
 
 
-def test_a_handoff_is_a_conversation_of_its_own(api: str) -> None:
-    async def program(row: Any, *, base_url: str, api_key: str) -> None:
-        poet = sdk.Agent(name="poet", instructions="Rhyme.")
-        front = sdk.Agent(name="front", instructions="Hand over.", handoffs=[poet])
-        result = await run(front, "A rhyme?", api, base_url, api_key)
-        assert (result.final_output, result.last_agent.name) == ("fox, box", "poet")
+def poet() -> Any:
+    return sdk.Agent(name="poet", instructions="Rhyme.")
 
-    recorded = run_framework(program, call_text("transfer_to_poet"), "fox, box")
+
+def test_a_handoff_is_a_conversation_of_its_own(api: str) -> None:
+    recorded = run_agent(
+        lambda: sdk.Agent(name="front", instructions="Hand over.", handoffs=[poet()]),
+        call_text("transfer_to_poet"),
+        "fox, box",
+        api=api,
+        expected="fox, box",
+    )
     assert [origins(output) for output in recorded.outputs] == [["prompt", "model"]] * 2
     assert "Hand over." in recorded.prompts[0]
     assert "Rhyme." in recorded.prompts[1]
 
 
 def test_an_agent_as_a_tool_of_another_is_a_conversation_of_its_own(api: str) -> None:
-    async def program(row: Any, *, base_url: str, api_key: str) -> None:
-        poet = sdk.Agent(name="poet", instructions="Rhyme.")
-        tool = poet.as_tool(tool_name="rhyme", tool_description="Find a rhyme.")
-        front = sdk.Agent(name="front", instructions="Ask the poet.", tools=[tool])
-        result = await run(front, "A rhyme?", api, base_url, api_key)
-        assert result.final_output == "It is box."
+    def front() -> Any:
+        tool = poet().as_tool(tool_name="rhyme", tool_description="Find a rhyme.")
+        return sdk.Agent(name="front", instructions="Ask the poet.", tools=[tool])
 
-    recorded = run_framework(program, call_text("rhyme", input="fox"), "box", "It is box.")
+    turns = [call_text("rhyme", input="fox"), "box", "It is box."]
+    recorded = run_agent(front, *turns, api=api, expected="It is box.")
     assert [origins(output) for output in recorded.outputs] == [ONE_TOOL_TURN, ["prompt", "model"]]
 
 
 def test_a_session_of_the_sdk_continues_the_conversation(api: str) -> None:
     async def program(row: Any, *, base_url: str, api_key: str) -> None:
         agent, memory = sdk.Agent(name="talker"), sdk.SQLiteSession("talk")
-        for question in ("One?", "Two?"):
-            await run(agent, question, api, base_url, api_key, session=memory)
+        async with settings(api, base_url, api_key) as run_config:
+            for question in ("One?", "Two?"):
+                await sdk.Runner.run(agent, question, run_config=run_config, session=memory)
         memory.close()
 
     recorded = run_framework(program, "one", "two")

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.agents
 APIS = ["chat", "responses", "anthropic"]
 
 ADD = call_text("add", a=1, b=2)
+THE_SUM = Sum(total=3, note="as asked")
 RESULT = call_text("final_result", total=3, note="as asked")
 FORCED_TURNS = ["prompt", "prefix", "model", "tool", "prefix", "model"]
 """Origins of a conversation in which each turn has to call a tool, and the last call is the result."""
@@ -85,8 +86,7 @@ def test_an_agent_with_a_tool_is_one_trajectory(api: str, stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("api", APIS)
 def test_an_output_type_as_a_tool_forces_a_call_in_each_turn(api: str, stream: bool) -> None:
-    expected = Sum(total=3, note="as asked")
-    recorded = run_agent(api, ADD, RESULT, output=Sum, expected=expected, stream=stream)
+    recorded = run_agent(api, ADD, RESULT, output=Sum, expected=THE_SUM, stream=stream)
     assert origins(recorded.output) == FORCED_TURNS
     assert recorded.dropped == []
 
@@ -94,21 +94,15 @@ def test_an_output_type_as_a_tool_forces_a_call_in_each_turn(api: str, stream: b
 @pytest.mark.parametrize("api", APIS)
 def test_an_answer_that_does_not_fit_is_asked_for_again_in_the_same_conversation(api: str) -> None:
     wrong = call_text("final_result", total="three")
-    recorded = run_agent(api, wrong, RESULT, output=Sum, expected=Sum(total=3, note="as asked"), tools=False)
+    recorded = run_agent(api, wrong, RESULT, output=Sum, expected=THE_SUM, tools=False)
     assert origins(recorded.output) == FORCED_TURNS
     assert "valid integer" in recorded.prompts[1]
 
 
 @pytest.mark.parametrize("api", ["chat", "responses"])
 def test_a_native_output_is_constrained_by_the_server(api: str) -> None:
-    recorded = run_agent(
-        api,
-        SUM,
-        output=pydantic_ai.NativeOutput(Sum),
-        expected=Sum(total=3, note="as asked"),
-        tools=False,
-        abilities=[Ability.JSON_SCHEMA],
-    )
+    output, abilities = pydantic_ai.NativeOutput(Sum), [Ability.JSON_SCHEMA]
+    recorded = run_agent(api, SUM, output=output, expected=THE_SUM, tools=False, abilities=abilities)
     assert origins(recorded.output) == ["prompt", "model"]
     assert recorded.dropped == []
 
@@ -116,20 +110,13 @@ def test_a_native_output_is_constrained_by_the_server(api: str) -> None:
 @pytest.mark.parametrize("mode", [pydantic_ai.NativeOutput, pydantic_ai.PromptedOutput])
 @pytest.mark.parametrize("api", ["chat", "responses"])
 def test_a_native_or_prompted_output_with_tools_is_one_trajectory(api: str, mode: Any) -> None:
-    recorded = run_agent(
-        api,
-        ADD,
-        SUM,
-        output=mode(Sum),
-        expected=Sum(total=3, note="as asked"),
-    )
+    recorded = run_agent(api, ADD, SUM, output=mode(Sum), expected=THE_SUM)
     assert origins(recorded.output) == ONE_TOOL_TURN
     assert recorded.dropped == ["response_format"]
 
 
 def test_a_prompted_output_over_the_messages_api_is_one_trajectory() -> None:
-    output, expected = pydantic_ai.PromptedOutput(Sum), Sum(total=3, note="as asked")
-    recorded = run_agent("anthropic", ADD, SUM, output=output, expected=expected)
+    recorded = run_agent("anthropic", ADD, SUM, output=pydantic_ai.PromptedOutput(Sum), expected=THE_SUM)
     assert origins(recorded.output) == ONE_TOOL_TURN
 
 

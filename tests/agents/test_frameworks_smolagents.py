@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.agents.frameworks import run_framework
+from tests.agents.frameworks import Recorded, run_framework
 from tests.helpers import call_text, hermes_template
 from tests.serve.harness import origins
 
@@ -32,45 +32,36 @@ class Add(smolagents.Tool):
         return a + b
 
 
-def model_of(base_url: str, api_key: str) -> Any:
-    return smolagents.OpenAIServerModel("gpt", api_base=base_url, api_key=api_key)
+def run_agent(*texts: str, kind: str, expected: Any, stream: bool = False, **how: Any) -> Recorded:
+    """Run an agent with an adding tool, check its answer, and return what is recorded."""
+    tool = Add()
+
+    def program(row: Any, *, base_url: str, api_key: str) -> None:
+        model = smolagents.OpenAIServerModel("gpt", api_base=base_url, api_key=api_key)
+        options = {"stream_outputs": True} if stream else {}
+        agent = getattr(smolagents, kind)(tools=[tool], model=model, verbosity_level=0, **options)
+        assert agent.run("1 + 2?") == expected
+        model.client.close()
+
+    recorded = run_framework(program, *texts, **how)
+    assert tool.num_calls == 1
+    return recorded
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_calling_agent_forces_a_call_in_each_step(stream: bool) -> None:
-    tool = Add()
-
-    def program(row: Any, *, base_url: str, api_key: str) -> None:
-        model = model_of(base_url, api_key)
-        agent = smolagents.ToolCallingAgent(
-            tools=[tool], model=model, verbosity_level=0, stream_outputs=stream
-        )
-        assert agent.run("1 + 2?") == "It is 3."
-        model.client.close()
-
-    recorded = run_framework(
-        program, call_text("add", a=1, b=2), call_text("final_answer", answer="It is 3.")
-    )
+    turns = [call_text("add", a=1, b=2), call_text("final_answer", answer="It is 3.")]
+    recorded = run_agent(*turns, kind="ToolCallingAgent", expected="It is 3.", stream=stream)
     assert [origins(output) for output in recorded.outputs] == [["prompt", "prefix", "model"]] * 2
-    assert tool.num_calls == 1
     assert "Observation:\n3" in recorded.prompts[1]
     assert recorded.dropped == []
 
 
 def test_the_code_of_a_code_agent_ends_at_its_stop_text() -> None:
-    tool = Add()
-
-    def program(row: Any, *, base_url: str, api_key: str) -> None:
-        model = model_of(base_url, api_key)
-        agent = smolagents.CodeAgent(tools=[tool], model=model, verbosity_level=0)
-        assert agent.run("1 + 2?") == 3
-        model.client.close()
-
     step = "Thought: I add.\n<code>\ntotal = add(1, 2)\nprint(total)\n</code>"
     last = "Thought: Done.\n<code>\nfinal_answer(total)\n</code>"
-    recorded = run_framework(program, step, last, has_stops=True)
+    recorded = run_agent(step, last, kind="CodeAgent", expected=3, has_stops=True)
     for output, text in zip(recorded.outputs, [step, last], strict=True):
         assert hermes_template().decode(output.response_ids) == text
     assert [origins(output) for output in recorded.outputs] == [["prompt", "model"]] * 2
-    assert tool.num_calls == 1
     assert "Execution logs:\n3" in recorded.prompts[1]

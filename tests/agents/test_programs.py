@@ -48,13 +48,16 @@ class AgentHarness(ProgramHarness):
     def run_agent(self, agent: Agent, **columns: Any) -> list[Trajectory]:
         """Run one agent, and check that its tokens are on record and that nothing of it is left."""
         row = {"agent_name": agent.loop, "raw_prompt": user(TASK), "workspace": {"check": CHECK}, **columns}
-
-        async def scenario() -> list[Trajectory]:
-            return await self.run(None, **row)
-
-        trajectories = asyncio.run(scenario())
+        trajectories = asyncio.run(self.run(None, **row))
         assert_nothing_is_running()
         return trajectories
+
+    def assert_solved(self, trajectories: list[Trajectory]) -> None:
+        """Check that the task is solved, and that every sampled token is trained on once."""
+        assert [t.output.failure for t in trajectories] == [None] * len(trajectories)
+        assert {t.output.stop_reason for t in trajectories} == {StopReason.ANSWERED}
+        assert {t.reward for t in trajectories} == {1.0}
+        self.assert_every_sampled_token_is_trained_on_once(trajectories)
 
     def assert_every_sampled_token_is_trained_on_once(self, trajectories: list[Trajectory]) -> None:
         sampled = sorted(tuple(reply.token_ids) for reply in self.replies)
@@ -91,10 +94,7 @@ def marked_processes() -> list[str]:
 def test_an_agent_changes_a_file_with_its_own_shell_and_every_token_is_on_record(agent: Agent) -> None:
     harness = AgentHarness(policy(agent, COMMAND))
     trajectories = harness.run_agent(agent)
-    assert [t.output.failure for t in trajectories] == [None] * len(trajectories)
-    assert {t.output.stop_reason for t in trajectories} == {StopReason.ANSWERED}
-    assert {t.reward for t in trajectories} == {1.0}
-    harness.assert_every_sampled_token_is_trained_on_once(trajectories)
+    harness.assert_solved(trajectories)
     task = trajectories[-1].output
     assert origins(task) == ["prompt", "model", "tool", "model"]
     assert TASK in hermes_template().decode(task.prompt_ids)

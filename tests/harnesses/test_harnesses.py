@@ -133,12 +133,6 @@ def test_the_task_is_the_text_of_all_messages() -> None:
     assert task_of({"raw_prompt": messages}) == "Be brief.\n\nFix it."
 
 
-def end(loop_class: type[Any], stdout: str, exit_code: int = 0) -> tuple[str, bool, bool]:
-    """Return the answer that a harness reads, and whether its agent gave up, and failed."""
-    read = loop_class.end(object.__new__(loop_class), CommandResult(exit_code, stdout, ""))
-    return read.answer, bool(read.gave_up), bool(read.error)
-
-
 @pytest.mark.parametrize(("context_length", "window"), [(131072, "131072"), (60000, None)])
 def test_claude_code_learns_the_length_of_the_conversation_if_it_accepts_it(
     context_length: int, window: str | None
@@ -148,36 +142,38 @@ def test_claude_code_learns_the_length_of_the_conversation_if_it_accepts_it(
     assert command.env.get("CLAUDE_CODE_AUTO_COMPACT_WINDOW") == window
 
 
-def test_ends_of_claude_code() -> None:
-    report = {"type": "result", "subtype": "success", "is_error": False, "result": "done"}
-    assert end(ClaudeCodeLoop, "warning\n" + json.dumps(report)) == ("done", False, False)
-    assert end(ClaudeCodeLoop, json.dumps({**report, "is_error": True}), 1)[2]
-    assert end(ClaudeCodeLoop, json.dumps({**report, "subtype": "error_max_turns", "is_error": True}), 1)[
-        1:
-    ] == (
-        True,
-        False,
-    )
-    assert end(ClaudeCodeLoop, "")[2]
+REPORT = {"type": "result", "subtype": "success", "is_error": False, "result": "done"}
+MESSAGE = json.dumps({"type": "item.completed", "item": {"type": "agent_message", "text": "done"}})
+DONE, GAVE_UP, FAILED = ("done", False, False), (None, True, False), (None, False, True)
 
 
-def test_ends_of_codex() -> None:
-    item = {"type": "item.completed", "item": {"type": "agent_message", "text": "done"}}
-    assert end(CodexLoop, json.dumps(item)) == ("done", False, False)
-    failed = {"type": "turn.failed", "error": {"message": "no"}}
-    assert end(CodexLoop, json.dumps(item) + "\n" + json.dumps(failed), 1)[2]
-
-
-def test_ends_of_opencode() -> None:
-    text = {"type": "text", "part": {"text": "done"}}
-    assert end(OpenCodeLoop, json.dumps(text)) == ("done", False, False)
-    assert end(OpenCodeLoop, json.dumps({"type": "error", "error": {"name": "APIError"}}))[2]
-
-
-def test_ends_of_qwen_code() -> None:
-    assert end(QwenCodeLoop, "done\n") == ("done", False, False)
-    assert end(QwenCodeLoop, "", 53)[1:] == (True, False)
-    assert end(QwenCodeLoop, "", 1)[2]
+@pytest.mark.parametrize(
+    ("loop_class", "stdout", "exit_code", "expected"),
+    [
+        (ClaudeCodeLoop, "warning\n" + json.dumps(REPORT), 0, DONE),
+        (ClaudeCodeLoop, json.dumps({**REPORT, "is_error": True}), 1, FAILED),
+        (
+            ClaudeCodeLoop,
+            json.dumps({**REPORT, "subtype": "error_max_turns", "is_error": True}),
+            1,
+            GAVE_UP,
+        ),
+        (ClaudeCodeLoop, "", 0, FAILED),
+        (CodexLoop, MESSAGE, 0, DONE),
+        (CodexLoop, MESSAGE + '\n{"type": "turn.failed", "error": {"message": "no"}}', 1, FAILED),
+        (OpenCodeLoop, '{"type": "text", "part": {"text": "done"}}', 0, DONE),
+        (OpenCodeLoop, '{"type": "error", "error": {"name": "APIError"}}', 0, FAILED),
+        (QwenCodeLoop, "done\n", 0, DONE),
+        (QwenCodeLoop, "", 53, GAVE_UP),
+        (QwenCodeLoop, "", 1, FAILED),
+    ],
+)
+def test_the_end_of_an_agent_is_read_from_its_output(
+    loop_class: type[Any], stdout: str, exit_code: int, expected: tuple[str | None, bool, bool]
+) -> None:
+    read = loop_class.end(object.__new__(loop_class), CommandResult(exit_code, stdout, ""))
+    answer = read.answer if expected is DONE else None
+    assert (answer, bool(read.gave_up), bool(read.error)) == expected
 
 
 def test_a_log_compares_messages_without_dates_and_process_ids() -> None:
