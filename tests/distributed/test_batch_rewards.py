@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from agent_loop.config import Config
 from agent_loop.distributed.manager import ClusterManager
 from agent_loop.errors import ConfigError
 from agent_loop.trajectory import Trajectory
@@ -19,7 +18,7 @@ from tests.distributed.project import OTHER_PROJECTS, make_config, make_project,
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), OTHER_PROJECTS]
 N = 4
 
-REWARD = """
+JUDGE = """
 import json
 import os
 from pathlib import Path
@@ -38,7 +37,7 @@ def reward(outputs, rows):
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory: pytest.TempPathFactory) -> Generator[ClusterHarness]:
     folder = make_project(tmp_path_factory.mktemp("project"))
-    (folder / "judge.py").write_text(REWARD, encoding="utf-8")
+    (folder / "judge.py").write_text(JUDGE, encoding="utf-8")
     config = make_config(folder, num_servers=2, num_workers=3)
     reward = config.reward.model_copy(update={"function": f"{folder}/judge.py:reward", "batch": True})
     with ClusterHarness(config.model_copy(update={"reward": reward}), folder=folder, cluster=None) as harness:
@@ -64,9 +63,7 @@ def assert_scored(trajectories: list[Trajectory], *, num_groups: int) -> None:
 
 def test_each_group_is_scored_by_one_call_in_the_driver(harness: ClusterHarness) -> None:
     set_latency(harness.folder, 0.0)
-
     trajectories = harness.runner.run(harness.manager.run(rows(5), n=N))
-
     assert_scored(trajectories, num_groups=5)
     assert judged(harness) == [[n] * N for n in range(5)]
     assert not any(harness.runner.run(harness.held()).values())
@@ -74,9 +71,7 @@ def test_each_group_is_scored_by_one_call_in_the_driver(harness: ClusterHarness)
 
 def test_groups_stay_whole_when_a_worker_dies(harness: ClusterHarness) -> None:
     set_latency(harness.folder, 0.3)
-
     trajectories = harness.runner.run(harness.run(rows(8), n=N, breaks=harness.kill_worker, after=N))
-
     assert_scored(trajectories, num_groups=8)
     assert judged(harness) == [[n] * N for n in range(8)]
     harness.runner.run(harness.recovered())
@@ -85,7 +80,7 @@ def test_groups_stay_whole_when_a_worker_dies(harness: ClusterHarness) -> None:
 def test_a_reward_function_with_the_wrong_signature_is_refused_before_the_cluster_starts(
     tmp_path: Path,
 ) -> None:
-    config: Config = make_config(make_project(tmp_path))
+    config = make_config(make_project(tmp_path))
     reward = config.reward.model_copy(update={"batch": True})
     with pytest.raises(ConfigError, match=r"it is called as \(outputs, rows\)"):
         ClusterManager(config.model_copy(update={"reward": reward}))

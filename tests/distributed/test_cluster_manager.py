@@ -112,19 +112,19 @@ def test_a_cancelled_batch_of_a_thousand_rows_is_cleaned_up_and_the_next_batch_w
 ) -> None:
     set_latency(harness.folder, 3600.0)
 
+    async def num_running() -> int:
+        return sum(health.num_running for health in await harness.manager.server_manager.pool.health())
+
     async def main() -> float:
         clock = asyncio.get_running_loop().time
         async with asyncio.TaskGroup() as group:
             running = group.create_task(harness.manager.run(rows(1000)))
-            while (
-                sum([health.num_running for health in await harness.manager.server_manager.pool.health()])
-                < 1000
-            ):
+            while await num_running() < 1000:
                 pass
             cancelled = clock()
             running.cancel()
             await asyncio.wait({running})
-        while sum([health.num_running for health in await harness.manager.server_manager.pool.health()]):
+        while await num_running():
             pass
         return clock() - cancelled
 
@@ -162,15 +162,8 @@ def test_branches_are_returned_together_and_a_value_that_cannot_be_stored_is_an_
     work = rows(6)
     work[2]["agent_name"], work[4]["agent_name"] = "two_ways", "returns_a_function"
     trajectories = harness.runner.run(harness.run(work))
-    assert [(t.group, t.branch) for t in trajectories] == [
-        (0, None),
-        (1, None),
-        (2, 0),
-        (2, 1),
-        (3, None),
-        (4, None),
-        (5, None),
-    ]
+    branches = [(t.group, t.branch) for t in trajectories]
+    assert branches == [(0, None), (1, None), (2, 0), (2, 1), (3, None), (4, None), (5, None)]
     assert [t.output.failure for t in trajectories] == [None] * 7
     incidents = {t.group: i.detail for t in trajectories for i in t.output.incidents}
     assert set(incidents) == {4}
@@ -197,9 +190,8 @@ def test_rows_wait_for_the_servers_to_restart_when_all_are_killed_at_once(harnes
     set_latency(harness.folder, 0.3)
     for _ in range(2):
         trajectories = harness.runner.run(harness.run(rows(32), breaks=kill_all, after=8))
-        assert [(t.group, t.output.failure, t.reward) for t in trajectories] == [
-            (number, None, float(number)) for number in range(32)
-        ]
+        found = [(t.group, t.output.failure, t.reward) for t in trajectories]
+        assert found == [(number, None, float(number)) for number in range(32)]
     assert not held(harness)
 
 
@@ -226,9 +218,6 @@ def test_a_tool_that_runs_once_is_not_run_again_when_its_worker_dies(tmp_path: P
     # A call that was recorded and may not have begun is not made either. Its row has an incident.
     kinds = Counter(incident.kind for t in trajectories for incident in t.output.incidents)
     assert 32 * 3 - kinds[IncidentKind.INTERRUPTED_CALL] <= len(calls()) <= 32 * 3
-
-
-# -- a real engine -----------------------------------------------------------------------------------------------------
 
 
 def test_a_killed_engine_is_restarted_with_the_weights_of_the_others(

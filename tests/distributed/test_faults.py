@@ -14,7 +14,7 @@ from agent_loop.trajectory import Trajectory
 from tests.distributed.cluster import ClusterHarness, cluster_of
 from tests.distributed.project import OTHER_PROJECTS, make_config, make_project, rows, set_latency
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), OTHER_PROJECTS]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400), OTHER_PROJECTS]
 NUM_ROWS = 512
 
 
@@ -28,20 +28,17 @@ def expected(project: Path) -> dict[tuple[Any, ...], Any]:
     """Results of the rows in one process without faults."""
 
     async def main() -> list[Trajectory]:
-        async with AgentLoopManager.from_config(
-            make_config(project, runtime="local", script="answer")
-        ) as manager:
+        config = make_config(project, runtime="local", script="answer")
+        async with AgentLoopManager.from_config(config) as manager:
             return await manager.run(rows(NUM_ROWS))
 
-    return {id_and_tokens(trajectory)[0]: id_and_tokens(trajectory)[1] for trajectory in asyncio.run(main())}
+    return dict(map(id_and_tokens, asyncio.run(main())))
 
 
 @pytest.fixture(scope="module")
 def harness(project: Path) -> Generator[ClusterHarness]:
-    with (
-        cluster_of(3) as cluster,
-        ClusterHarness(make_config(project), folder=project, cluster=cluster) as harness,
-    ):
+    config = make_config(project)
+    with cluster_of(3) as cluster, ClusterHarness(config, folder=project, cluster=cluster) as harness:
         yield harness
 
 
@@ -75,16 +72,11 @@ def test_a_rollout_on_a_cluster_gives_the_same_tokens_as_one_process(
     run_and_compare(harness, expected)
 
 
-def test_rows_of_a_killed_server_are_resumed_at_the_others(harness: ClusterHarness, expected: Any) -> None:
-    run_and_compare(harness, expected, breaks=harness.kill_server, after=100)
-
-
-def test_rows_of_a_killed_worker_are_resumed_by_the_others(harness: ClusterHarness, expected: Any) -> None:
-    run_and_compare(harness, expected, breaks=harness.kill_worker, after=100)
-
-
-def test_no_row_is_lost_with_a_killed_node(harness: ClusterHarness, expected: Any) -> None:
-    run_and_compare(harness, expected, breaks=harness.kill_node, after=100)
+@pytest.mark.parametrize("fault", ["kill_server", "kill_worker", "kill_node"])
+def test_rows_of_a_killed_process_or_node_are_resumed_by_the_others(
+    harness: ClusterHarness, expected: Any, fault: str
+) -> None:
+    run_and_compare(harness, expected, breaks=getattr(harness, fault), after=100)
 
 
 def test_killed_processes_are_restarted_and_used_again(harness: ClusterHarness, expected: Any) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import math
 import signal
 import threading
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +26,16 @@ from tests.integrations.scripted import CONFIG, fake_trainer, rollouts_with, tex
 pytest.importorskip("datasets")
 
 
-def prompts_of(dataset: Any, *, times: int = 1) -> list[Any]:
-    """Return the prompts of a data set, each repeated `times` times in a row as TRL does."""
-    return [prompt for prompt in dataset["prompt"] for _ in range(times)]
+def roll_out(
+    rollouts: AgentLoopRollouts,
+    *rows: dict[str, Any],
+    order: Sequence[int] | None = None,
+    trainer: Any = None,
+) -> dict[str, Any]:
+    """Return the output for the prompts of a data set of rows, in the order of the rows or another one."""
+    prompts = list(rollouts.dataset(rows or [{"prompt": "hi"}])["prompt"])
+    chosen = prompts if order is None else [prompts[place] for place in order]
+    return rollouts.rollout_func(chosen, trainer or fake_trainer())
 
 
 def rewards_of(output: dict[str, Any]) -> list[float | None]:
@@ -38,8 +46,7 @@ def rewards_of(output: dict[str, Any]) -> list[float | None]:
 def test_rows_come_back_in_the_order_of_the_prompts(order: list[int]) -> None:
     rollouts, _ = rollouts_with()
     with rollouts:
-        prompts = prompts_of(rollouts.dataset([{"prompt": f"row {n}", "worth": n} for n in range(3)]))
-        output = rollouts.rollout_func([prompts[place] for place in order], fake_trainer())
+        output = roll_out(rollouts, *({"prompt": f"row {n}", "worth": n} for n in range(3)), order=order)
     assert rewards_of(output) == order
     assert all(len(column) == len(order) for column in output.values())
 
@@ -48,7 +55,7 @@ def test_a_column_of_dicts_with_different_keys_reaches_the_loop_unchanged() -> N
     rollouts, _ = rollouts_with()
     rows = [{"prompt": "hi", "table": {"a": 1}}, {"prompt": "hi", "table": {"b": 2}}]
     with rollouts:
-        output = rollouts.rollout_func(prompts_of(rollouts.dataset(rows)), fake_trainer())
+        output = roll_out(rollouts, *rows)
     assert [t.row["table"] for t in output[TRAJECTORY_KEY]] == [{"a": 1}, {"b": 2}]
 
 
@@ -58,7 +65,7 @@ def test_the_mask_marks_exactly_the_sampled_tokens() -> None:
 
     rollouts, _ = rollouts_with(script)
     with rollouts:
-        output = rollouts.rollout_func(prompts_of(rollouts.dataset([{"prompt": "where?"}])), fake_trainer())
+        output = roll_out(rollouts, {"prompt": "where?"})
     ((ids,), (mask,), (logprobs,)) = (output[key] for key in ("completion_ids", "env_mask", "logprobs"))
     by_model = text_of([token for token, flag in zip(ids, mask, strict=True) if flag])
     by_others = text_of([token for token, flag in zip(ids, mask, strict=True) if not flag])
@@ -78,7 +85,7 @@ def test_failed_and_empty_trajectories_are_masked_and_failed_ones_have_no_reward
         {"prompt": "hi", "agent_name": "single_turn_agent", "worth": 1},
     ]
     with rollouts:
-        output = rollouts.rollout_func(prompts_of(rollouts.dataset(rows)), fake_trainer())
+        output = roll_out(rollouts, *rows)
     assert rewards_of(output) == [1, None, 0, 1]
     assert [any(mask) for mask in output["env_mask"]] == [True, False, False, True]
     assert all(ids for ids in output["completion_ids"])
@@ -96,13 +103,12 @@ def test_weights_are_published_once_per_step_and_for_each_trainer() -> None:
 
     server.update_weights = update_weights
     with rollouts:
-        prompts = prompts_of(rollouts.dataset([{"prompt": "hi"}]))
         trainer = fake_trainer(step=0)
-        rollouts.rollout_func(prompts, trainer)
-        rollouts.rollout_func(prompts, trainer)
+        roll_out(rollouts, trainer=trainer)
+        roll_out(rollouts, trainer=trainer)
         trainer.state.global_step = 3
-        output = rollouts.rollout_func(prompts, trainer)
-        rollouts.rollout_func(prompts, fake_trainer(step=3))
+        output = roll_out(rollouts, trainer=trainer)
+        roll_out(rollouts, trainer=fake_trainer(step=3))
     assert versions == [0, 3, 3]
     (trajectory,) = output[TRAJECTORY_KEY]
     assert set(trajectory.output.weight_versions.tolist()) == {3}
@@ -113,9 +119,8 @@ def test_an_evaluation_uses_the_validation_sampling_parameters() -> None:
     config = CONFIG.model_copy(update={"rollout": CONFIG.rollout.model_copy(update={"val": val})})
     rollouts, server = rollouts_with(config=config)
     with rollouts:
-        prompts = prompts_of(rollouts.dataset([{"prompt": "hi"}]))
-        rollouts.rollout_func(prompts, fake_trainer())
-        rollouts.rollout_func(prompts, fake_trainer(is_training=False))
+        roll_out(rollouts)
+        roll_out(rollouts, trainer=fake_trainer(is_training=False))
     assert [request.sampling_params.temperature for request in server.requests] == [1.0, 0.5]
 
 
@@ -127,10 +132,7 @@ def test_an_evaluation_uses_the_validation_sampling_parameters() -> None:
         ({"args": {"use_vllm": True}}, "use_vllm is True"),
         ({"args": {"temperature": 0.7}}, "make them equal"),
         ({"args": {"max_completion_length": 64}}, "below rollout.response_length 96"),
-        (
-            {"accelerator": SimpleNamespace(num_processes=4, unwrap_model=None)},
-            "runs in 4 processes",
-        ),
+        ({"accelerator": SimpleNamespace(num_processes=4, unwrap_model=None)}, "runs in 4 processes"),
     ],
 )
 def test_arguments_that_contradict_the_configuration_are_rejected(
@@ -138,7 +140,7 @@ def test_arguments_that_contradict_the_configuration_are_rejected(
 ) -> None:
     rollouts, server = rollouts_with()
     with rollouts, pytest.raises(ConfigError, match=message):
-        rollouts.rollout_func(prompts_of(rollouts.dataset([{"prompt": "hi"}])), fake_trainer(**changes))
+        roll_out(rollouts, trainer=fake_trainer(**changes))
     assert not server.requests
 
 
@@ -158,7 +160,7 @@ def test_an_adapter_that_cannot_be_merged_is_rejected() -> None:
         torch.nn.Sequential(torch.nn.Linear(2, 2)), peft.LoraConfig(target_modules=["0"], use_dora=True)
     )
     with rollouts, pytest.raises(ConfigError, match="use_dora"):
-        rollouts.rollout_func(prompts_of(rollouts.dataset([{"prompt": "hi"}])), trainer)
+        roll_out(rollouts, trainer=trainer)
 
 
 def test_adapters_are_published_merged_under_the_names_of_the_model() -> None:
@@ -177,7 +179,7 @@ def test_adapters_are_published_merged_under_the_names_of_the_model() -> None:
 def test_closing_the_rollouts_ends_the_server_and_the_thread() -> None:
     rollouts, server = rollouts_with()
     with rollouts:
-        rollouts.rollout_func(prompts_of(rollouts.dataset([{"prompt": "hi"}])), fake_trainer())
+        roll_out(rollouts)
     assert not [thread for thread in threading.enumerate() if thread.name == "agent-loop-trl"]
     assert server.num_running == 0
     assert server.num_sessions == 0
@@ -219,29 +221,21 @@ def test_ctrl_c_cancels_the_rollout_and_is_raised() -> None:
 
     rollouts, server = rollouts_with(script)
     with rollouts:
-        prompts = prompts_of(rollouts.dataset([{"prompt": "hi"}]))
         threading.Thread(target=interrupt, daemon=True).start()
         with pytest.raises(KeyboardInterrupt):
-            rollouts.rollout_func(prompts, fake_trainer())
+            roll_out(rollouts)
         assert server.num_running == 0
         assert server.num_sessions == 0
 
 
 def test_tokens_beyond_the_trainers_limit_are_cut_off() -> None:
-    trajectory = Trajectory(
-        output=AgentLoopOutput(
-            prompt_ids=[1, 2],
-            response_ids=[3, 4, 5],
-            response_mask=[1, 0, 1],
-            response_logprobs=[-1.0, 0.0, -2.0],
-        ),
-        row={},
-        group=0,
-        rollout=0,
-        reward=1.0,
-        reward_extra={},
+    output = AgentLoopOutput(
+        prompt_ids=[1, 2],
+        response_ids=[3, 4, 5],
+        response_mask=[1, 0, 1],
+        response_logprobs=[-1.0, 0.0, -2.0],
     )
-    output = rollout_output([trajectory], max_tokens=2, pad_token_id=0)
-    assert output["completion_ids"] == [[3, 4]]
-    assert output["env_mask"] == [[1, 0]]
-    assert output["logprobs"] == [[-1.0, 0.0]]
+    found = rollout_output([Trajectory(output, {}, 0, 0, 1.0, {})], max_tokens=2, pad_token_id=0)
+    assert found["completion_ids"] == [[3, 4]]
+    assert found["env_mask"] == [[1, 0]]
+    assert found["logprobs"] == [[-1.0, 0.0]]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import pytest
@@ -12,9 +15,9 @@ import torch
 from agent_loop.errors import ConfigError, RolloutError
 from agent_loop.integrations.trl import AgentLoopRolloutWorker
 from agent_loop.integrations.trl.worker import MAX_LOST_GROUPS_IN_A_ROW
-from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from tests.helpers import text_reply, tool_call_reply
-from tests.integrations.scripted import rollouts_with, text_of
+from tests.integrations.scripted import rollouts_with, says_hello, text_of
 
 pytestmark = [
     pytest.mark.integrations,
@@ -27,18 +30,30 @@ PATIENCE_S = 20.0
 def async_args(**changes: Any) -> Any:
     from trl.experimental.async_grpo import AsyncGRPOConfig  # late: takes seconds
 
+    limits = {"num_generations": 2, "max_inflight_tasks": 4, "max_completion_length": 96}
     return AsyncGRPOConfig(
-        **{
-            "output_dir": "unused",
-            "use_cpu": True,
-            "bf16": False,
-            "report_to": [],
-            "num_generations": 2,
-            "max_inflight_tasks": 4,
-            "max_completion_length": 96,
-            **changes,
-        }
+        output_dir="unused", use_cpu=True, bf16=False, report_to=[], **{**limits, **changes}
     )
+
+
+@contextmanager
+def working(
+    script: Callable[[ScriptedRequest], ScriptedReply] = says_hello,
+    *,
+    rows: Sequence[Mapping[str, Any]] = ({"prompt": "row 0", "worth": 1},),
+    **args: Any,
+) -> Iterator[tuple[AgentLoopRolloutWorker, ScriptedServer]]:
+    """Start a worker, and stop it after the body."""
+    rollouts, server = rollouts_with(script)
+    with rollouts:
+        worker = rollouts.worker(rows, args=async_args(**args))
+        worker.start()
+        yield worker, server
+        worker.stop()
+
+
+def never(request: ScriptedRequest) -> ScriptedReply:
+    return text_reply("never", latency_s=math.inf)
 
 
 def take(worker: AgentLoopRolloutWorker, count: int) -> list[Any]:
@@ -61,20 +76,12 @@ def health_error(worker: AgentLoopRolloutWorker) -> str:
     return ""
 
 
-def rows_worth(*worths: float, **columns: Any) -> list[dict[str, Any]]:
-    return [{"prompt": f"row {place}", "worth": worth, **columns} for place, worth in enumerate(worths)]
-
-
 def test_a_sample_has_the_tokens_and_the_logprobs_of_the_sampled_tokens() -> None:
     def script(request: ScriptedRequest) -> ScriptedReply:
         return tool_call_reply("shelf_of", part=4) if request.turn == 0 else text_reply("there")
 
-    rollouts, _ = rollouts_with(script)
-    with rollouts:
-        worker = rollouts.worker(rows_worth(1), args=async_args())
-        worker.start()
+    with working(script) as (worker, _):
         sample, other = take(worker, 2)
-        worker.stop()
     assert sample.group_id == other.group_id  # (of the two in flight, either may end first)
     assert sample.input_ids.shape == sample.completion_mask.shape == sample.old_log_probs.shape
     assert ((sample.old_log_probs != 0) == (sample.completion_mask == 1)).all()
@@ -87,41 +94,32 @@ def test_a_sample_has_the_tokens_and_the_logprobs_of_the_sampled_tokens() -> Non
 
 
 def test_advantages_compare_within_the_group_and_failed_trajectories_are_left_out() -> None:
-    def script(request: ScriptedRequest) -> ScriptedReply:
-        num_before = len(server.requests)
-        return (
-            text_reply("hello", error="the engine broke")
-            if num_before % 4 == 2
-            else text_reply("hello" * num_before)
-        )
+    numbers = count(1)
 
-    rollouts, server = rollouts_with(script)
-    with rollouts:
-        worker = rollouts.worker(rows_worth(1), args=async_args(num_generations=4))
-        worker.start()
+    def script(request: ScriptedRequest) -> ScriptedReply:
+        number = next(numbers)
+        return text_reply("hello" * number, error="the engine broke" if number % 4 == 2 else None)
+
+    with working(script, num_generations=4) as (worker, _):
         samples = take(worker, 3)
-        worker.stop()
     assert {sample.group_id for sample in samples} == {0}
     assert sum(sample.advantage for sample in samples) == pytest.approx(0, abs=1e-5)
 
 
 def test_samples_in_flight_and_in_the_buffer_stay_within_the_limit() -> None:
-    rollouts, server = rollouts_with()
-    with rollouts:
-        worker = rollouts.worker(rows_worth(1, 2, 3), args=async_args(max_inflight_tasks=6))
-        worker.start()
+    rows = [{"prompt": f"row {worth}", "worth": worth} for worth in (1, 2, 3)]
+    with working(rows=rows, max_inflight_tasks=6) as (worker, server):
         wait_for(lambda: worker.rollout_buffer.qsize() == 6)
         assert len(server.requests) == 6
         take(worker, 2)
         wait_for(lambda: worker.rollout_buffer.qsize() == 6)
-        worker.stop()
     assert len(server.requests) == 8
 
 
 def test_weights_are_published_as_the_version_that_the_trainer_counts_next() -> None:
     rollouts, _ = rollouts_with()
     with rollouts:
-        worker = rollouts.worker(rows_worth(1), args=async_args())
+        worker = rollouts.worker([{"prompt": "hi"}], args=async_args())
         transfer = worker.weight_transfer
         transfer.init_weight_transfer()
         transfer.pause()
@@ -135,12 +133,12 @@ def test_weights_are_published_as_the_version_that_the_trainer_counts_next() -> 
     assert sample.model_version == 1
 
 
-def test_stopping_cancels_trajectories_in_flight_and_releases_everything() -> None:
-    rollouts, server = rollouts_with(lambda _: text_reply("never", latency_s=math.inf))
-    with rollouts:
-        worker = rollouts.worker(rows_worth(1), args=async_args())
-        worker.start()
+def test_a_stalled_worker_is_reported_and_stopping_cancels_trajectories_in_flight() -> None:
+    with working(never) as (worker, server):
         wait_for(lambda: server.num_running == 4)
+        worker.check_health(60)
+        with pytest.raises(RolloutError, match="no trajectory has ended for"):
+            worker.check_health(0)
         worker.stop()
         assert server.num_running == 0
         assert server.num_sessions == 0
@@ -149,44 +147,22 @@ def test_stopping_cancels_trajectories_in_flight_and_releases_everything() -> No
 
 
 def test_closing_the_rollouts_ends_a_running_worker() -> None:
-    rollouts, server = rollouts_with(lambda _: text_reply("never", latency_s=math.inf))
+    rollouts, server = rollouts_with(never)
     with rollouts:
-        worker = rollouts.worker(rows_worth(1), args=async_args())
+        worker = rollouts.worker([{"prompt": "hi"}], args=async_args())
         worker.start()
         wait_for(lambda: server.num_running == 4)
     worker.stop()
     assert server.num_running == 0
 
 
-def test_a_stalled_worker_is_reported() -> None:
-    rollouts, server = rollouts_with(lambda _: text_reply("never", latency_s=math.inf))
-    with rollouts:
-        worker = rollouts.worker(rows_worth(1), args=async_args())
-        worker.start()
-        wait_for(lambda: server.num_running == 4)
-        worker.check_health(60)
-        with pytest.raises(RolloutError, match="no trajectory has ended for"):
-            worker.check_health(0)
-        worker.stop()
-
-
-def test_one_broken_row_is_skipped_and_counted() -> None:
-    rollouts, _ = rollouts_with()
-    rows = [*rows_worth(1, 1), {"prompt": "hi", "is_broken": True}]
-    with rollouts:
-        worker = rollouts.worker(rows, args=async_args())
-        worker.start()
+def test_one_broken_row_is_skipped_and_counted_and_too_many_in_a_row_end_the_worker() -> None:
+    broken = {"prompt": "hi", "is_broken": True}
+    with working(rows=[{"prompt": "a"}, {"prompt": "b"}, broken]) as (worker, _):
         samples = take(worker, 12)
-        worker.stop()
     assert len({sample.group_id for sample in samples}) == 6
     assert worker.metrics_queue.get_nowait() == {"agent_loop/lost_groups_total": 1.0}
-
-
-def test_too_many_broken_groups_in_a_row_end_the_worker_with_their_error() -> None:
-    rollouts, _ = rollouts_with()
-    with rollouts:
-        worker = rollouts.worker(rows_worth(1, is_broken=True), args=async_args())
-        worker.start()
+    with working(rows=[broken]) as (worker, _):
         wait_for(lambda: "this row has no right answer" in health_error(worker))
         assert worker.rollout_buffer.empty()
     assert worker.metrics_queue.qsize() == MAX_LOST_GROUPS_IN_A_ROW
@@ -202,21 +178,17 @@ def test_too_many_broken_groups_in_a_row_end_the_worker_with_their_error() -> No
 def test_arguments_that_contradict_the_configuration_are_rejected(
     changes: dict[str, Any], message: str
 ) -> None:
-    rollouts, _ = rollouts_with()
-    with rollouts, pytest.raises(ConfigError, match=message):
-        rollouts.worker(rows_worth(1), args=async_args(**changes))
+    with pytest.raises(ConfigError, match=message), working(**changes):
+        pass
 
 
 def test_worker_and_weight_transfer_implement_the_trainers_protocols() -> None:
     from trl.experimental.async_grpo.async_grpo_trainer import RolloutWorkerProtocol, WeightTransferProtocol
 
-    rollouts, _ = rollouts_with()
-    with rollouts:
-        worker = rollouts.worker(rows_worth(1), args=async_args())
+    def missing(thing: Any, protocol: Any) -> list[str]:
+        names = {*protocol.__annotations__, *(name for name in vars(protocol) if not name.startswith("_"))}
+        return sorted(name for name in names if not hasattr(thing, name))
+
+    with working() as (worker, _):
         assert not missing(worker, RolloutWorkerProtocol)
         assert not missing(worker.weight_transfer, WeightTransferProtocol)
-
-
-def missing(thing: Any, protocol: Any) -> list[str]:
-    names = {*protocol.__annotations__, *(name for name in vars(protocol) if not name.startswith("_"))}
-    return sorted(name for name in names if not hasattr(thing, name))

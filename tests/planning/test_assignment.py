@@ -1,4 +1,4 @@
-"""Assignment of devices to servers, trainer and reference model."""
+"""Assignment of devices to servers, trainer and reference model, on one machine and on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from agent_loop.config import Config, parse_section
+from agent_loop.distributed.device_group import bundles_of, gpus_per_learner, gpus_per_server
 from agent_loop.errors import ConfigError
 from agent_loop.planning.devices import (
     ALL_DEVICES,
@@ -88,65 +89,58 @@ def test_a_rollout_alone_needs_no_devices_for_the_trainer() -> None:
     assert assign(config, devices=["0", "1"], trains=False).servers == (("0",), ("1",))
 
 
-REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    (
-        {"split": {"servers": 6, "trainer": 2}},
-        {"num_servers": 4, "processes": 2},
-        "set rollout.num_servers=6",
-    ),
-    (
-        {"split": {"servers": 3}, "tensor_parallel_size": 2},
-        {"num_servers": 2},
-        "set placement.split.servers=4",
-    ),
-    ({"colocated": 8}, {"processes": 8}, "set rollout.num_servers=8 and trainer.num_processes=8"),
-    ({"colocated": 1, "split": {"servers": 1}}, {}, "unset one of them"),
-    ("colocated", {"trainer": {"mode": "async"}}, "set trainer.mode=sync"),
-    ({"split": {"servers": 1, "trainer": 1}}, {"engine": "embedded"}, "rollout.engine=embedded_process"),
-    ({"tensor_parallel_size": 2}, {"engine": "embedded_process"}, "set rollout.engine=vllm"),
-    (
-        {"split": {"servers": 1, "trainer": 2}, "reference": "cpu"},
-        {"processes": 2},
-        "or trainer.num_processes=1",
-    ),
-]
-
-
-@pytest.mark.parametrize(("placement", "changes", "remedy"), REFUSED)
+@pytest.mark.parametrize(
+    ("placement", "changes", "remedy"),
+    [
+        (
+            {"split": {"servers": 6, "trainer": 2}},
+            {"num_servers": 4, "processes": 2},
+            "set rollout.num_servers=6",
+        ),
+        (
+            {"split": {"servers": 3}, "tensor_parallel_size": 2},
+            {"num_servers": 2},
+            "set placement.split.servers=4",
+        ),
+        ({"colocated": 8}, {"processes": 8}, "set rollout.num_servers=8 and trainer.num_processes=8"),
+        ({"colocated": 1, "split": {"servers": 1}}, {}, "unset one of them"),
+        ("colocated", {"trainer": {"mode": "async"}}, "set trainer.mode=sync"),
+        ({"split": {"servers": 1, "trainer": 1}}, {"engine": "embedded"}, "rollout.engine=embedded_process"),
+        ({"tensor_parallel_size": 2}, {"engine": "embedded_process"}, "set rollout.engine=vllm"),
+        (
+            {"split": {"servers": 1, "trainer": 2}, "reference": "cpu"},
+            {"processes": 2},
+            "or trainer.num_processes=1",
+        ),
+    ],
+)
 def test_a_placement_that_contradicts_itself_is_refused_with_the_remedy(
     placement: Any, changes: dict[str, Any], remedy: str
 ) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=remedy):
         settings(placement, **changes)
-    assert remedy in str(error.value)
 
 
-SHORT: list[tuple[Any, dict[str, Any], list[str], str]] = [
-    ({"split": {"servers": 1, "trainer": 1}}, {}, ["0"], "take 2 devices, but 1 are visible (0)"),
-    ("colocated", {}, ["0", "1"], "set trainer.num_processes=2 and rollout.num_servers=2"),
-    (None, {}, ["0"], "set placement=colocated"),
-    (
-        None,
-        {"num_servers": 9},
-        EIGHT,
-        "9 servers of 1 devices each and 1 devices of the trainer take 10 devices",
-    ),
-    (
-        {"split": {"servers": 2}, "tensor_parallel_size": 2},
-        {},
-        ["0:0", "1:0"],
-        "a server would span nodes (devices 0:0, 1:0)",
-    ),
-]
-
-
-@pytest.mark.parametrize(("placement", "changes", "devices", "message"), SHORT)
+@pytest.mark.parametrize(
+    ("placement", "changes", "devices", "message"),
+    [
+        ({"split": {"servers": 1, "trainer": 1}}, {}, ["0"], r"take 2 devices, but 1 are visible \(0\)"),
+        ("colocated", {}, ["0", "1"], "set trainer.num_processes=2 and rollout.num_servers=2"),
+        (None, {}, ["0"], "set placement=colocated"),
+        (None, {"num_servers": 9}, EIGHT, "9 servers of 1 devices each and 1 .* trainer take 10 devices"),
+        (
+            {"split": {"servers": 2}, "tensor_parallel_size": 2},
+            {},
+            ["0:0", "1:0"],
+            r"a server would span nodes \(devices 0:0, 1:0\)",
+        ),
+    ],
+)
 def test_too_few_devices_are_refused_before_anything_starts(
     placement: Any, changes: dict[str, Any], devices: list[str], message: str
 ) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=message):
         assign(settings(placement, **changes), devices=devices)
-    assert message in str(error.value)
 
 
 def test_weights_reach_servers_on_other_devices_through_host_memory() -> None:
@@ -178,3 +172,43 @@ def test_the_devices_of_a_process_are_those_that_it_may_see(monkeypatch: pytest.
     assert os.environ[VISIBLE] == "4,GPU-a5, 6"
     monkeypatch.setenv(VISIBLE, "")
     assert visible_devices() == []
+
+
+def on_ray(placement: Any = None, **more: Any) -> Config:
+    return settings(placement, **{**more, "trainer": {"runtime": "ray", **more.get("trainer", {})}})
+
+
+def test_a_server_reserves_what_its_engine_needs() -> None:
+    assert gpus_per_server(on_ray(), has_gpus=True) == 1
+    assert gpus_per_server(on_ray(), has_gpus=False) == 0
+    assert gpus_per_server(on_ray(model={"device": "cpu"}), has_gpus=True) == 0
+    assert gpus_per_server(on_ray(engine="scripted"), has_gpus=True) == 0
+    assert gpus_per_server(on_ray({"tensor_parallel_size": 4}), has_gpus=True) == 4
+    own = on_ray(trainer={"ray": {"num_gpus_per_server": 0.25, "num_gpus_per_learner": 0}})
+    assert gpus_per_server(own, has_gpus=True) == 0.25
+    assert (gpus_per_learner(on_ray(), has_gpus=True), gpus_per_learner(own, has_gpus=True)) == (1, 0)
+
+
+def test_a_split_has_a_bundle_for_each_server_and_each_training_process() -> None:
+    config = on_ray(
+        {"split": {"servers": 4, "trainer": 2}, "tensor_parallel_size": 2}, num_servers=2, processes=2
+    )
+    assert bundles_of(config, driver_ip="10.0.0.1") == [
+        {"CPU": 1, "GPU": 2},
+        {"CPU": 1, "GPU": 2},
+        {"CPU": 1, "GPU": 1, "node:10.0.0.1": 0.001},
+        {"CPU": 1, "GPU": 1},
+    ]
+
+
+def test_colocated_parts_share_a_bundle_of_one_device() -> None:
+    config = on_ray({"colocated": 2}, num_servers=2, processes=2)
+    assert bundles_of(config, driver_ip="a") == [{"CPU": 2, "GPU": 1, "node:a": 0.001}, {"CPU": 2, "GPU": 1}]
+    wide = on_ray({"colocated": 2, "tensor_parallel_size": 2}, num_servers=1, processes=2)
+    with pytest.raises(ConfigError, match=r"set placement\.tensor_parallel_size=1, or placement\.split"):
+        bundles_of(wide, driver_ip="a")
+
+
+def test_the_process_of_the_trainer_sees_the_device_of_the_reference_model_too() -> None:
+    config = on_ray({"split": {"servers": 1, "trainer": 1, "reference": 1}})
+    assert [bundle["GPU"] for bundle in bundles_of(config, driver_ip="10.0.0.1")] == [1, 2]

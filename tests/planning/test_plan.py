@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,6 @@ def test_parameters_are_those_that_were_published(name: str, billions: float) ->
 def test_a_model_of_any_type_is_planned(kind: str) -> None:
     family = Family(kind, kind)
     shape = parse_shape(family.config().to_dict(), where="test")
-
     assert shape.parameters == family.build().num_parameters()
     for rank in (0, 8):
         plan = make_plan(settings(model={"lora_rank": rank}), shape, machine=parse_devices("2x80GB"))
@@ -62,59 +63,50 @@ def test_the_kv_cache_is_that_of_the_model() -> None:
     assert shape.kv_bytes_per_token(2) == 3 * 2 * 2 * 64 * 2
 
 
-DOES_NOT_FIT: list[tuple[str, str, dict[str, Any], str, tuple[str, ...]]] = [
-    (
-        "a full update of 8B on two devices beside six servers",
-        "8x80GB",
-        {
-            "rollout": {"num_servers": 6},
-            "trainer": {"num_processes": 2},
-            "placement": {"split": {"servers": 6, "trainer": 2}},
-        },
-        "update needs",
-        ("model.lora_rank=32",),
-    ),
-    (
-        "activations without checkpointing",
-        "1x80GB",
-        {
-            "placement": "colocated",
-            "model": {"lora_rank": 32},
-            "rollout": {"engine_kwargs": {"gpu_memory_utilization": 0.5}},
-            "actor": {"gradient_checkpointing": False},
-        },
-        "update needs",
-        ("actor.gradient_checkpointing=true",),
-    ),
-    (
-        "a KV cache that holds no row",
-        "2x80GB",
-        {
-            "model": {"lora_rank": 32},
-            "rollout": {"engine_kwargs": {"gpu_memory_utilization": 0.22}},
-            "actor": {"max_tokens_per_micro_batch": 4096},
-        },
-        "the KV cache of a server has 0.0 GB per device, and a row of 4096 tokens needs 0.6 GB",
-        ("rollout.engine_kwargs.gpu_memory_utilization=0.5",),
-    ),
-    (
-        "rows that are longer than the positions of the model",
-        "8x80GB",
-        {"model": {"lora_rank": 32}, "rollout": {"response_length": 65536}},
-        "the model has 40960 positions",
-        ("rollout.response_length=32768",),
-    ),
-]
-
-
-@pytest.mark.parametrize(("what", "devices", "changes", "fault", "change"), DOES_NOT_FIT)
+@pytest.mark.parametrize(
+    ("devices", "changes", "fault", "change"),
+    [
+        (  # a full update of 8B on two devices beside six servers
+            "8x80GB",
+            {
+                "rollout": {"num_servers": 6},
+                "trainer": {"num_processes": 2},
+                "placement": {"split": {"servers": 6, "trainer": 2}},
+            },
+            "update needs",
+            ("model.lora_rank=32",),
+        ),
+        (  # activations without checkpointing
+            "1x80GB",
+            {
+                "placement": "colocated",
+                "model": {"lora_rank": 32},
+                "rollout": {"engine_kwargs": {"gpu_memory_utilization": 0.5}},
+                "actor": {"gradient_checkpointing": False},
+            },
+            "update needs",
+            ("actor.gradient_checkpointing=true",),
+        ),
+        (  # a KV cache that holds no row
+            "2x80GB",
+            {
+                "model": {"lora_rank": 32},
+                "rollout": {"engine_kwargs": {"gpu_memory_utilization": 0.22}},
+                "actor": {"max_tokens_per_micro_batch": 4096},
+            },
+            "the KV cache of a server has 0.0 GB per device, and a row of 4096 tokens needs 0.6 GB",
+            ("rollout.engine_kwargs.gpu_memory_utilization=0.5",),
+        ),
+        (  # rows that are longer than the positions of the model
+            "8x80GB",
+            {"model": {"lora_rank": 32}, "rollout": {"response_length": 65536}},
+            "the model has 40960 positions",
+            ("rollout.response_length=32768",),
+        ),
+    ],
+)
 def test_a_configuration_that_does_not_fit_gets_the_smallest_change_that_does(
-    what: str,
-    devices: str,
-    changes: dict[str, Any],
-    fault: str,
-    change: tuple[str, ...],
-    qwen3_8b: ModelShape,
+    devices: str, changes: dict[str, Any], fault: str, change: tuple[str, ...], qwen3_8b: ModelShape
 ) -> None:
     config, machine, shape = settings(**changes), parse_devices(devices), qwen3_8b
     plan = make_plan(config, shape, machine=machine)
@@ -156,3 +148,25 @@ def test_the_command_prints_places_and_memory_and_ends_with_1_if_something_does_
 def test_devices_in_another_form_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="8x80GB"):
         parse_devices(text)
+
+
+# The benchmark has more models.
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "model",
+    [
+        "llama, float32",
+        "qwen2, tied, large vocabulary",
+        "qwen3, selective checkpointing",
+        "qwen3, bfloat16",
+        "mistral, LoRA",
+        "qwen3_moe, 16 experts",
+    ],
+)
+def test_the_planned_memory_of_an_update_is_within_15_percent_of_the_measured_peak(model: str) -> None:
+    command = [sys.executable, "benchmarks/bench_plan.py", "--only", model]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert model in done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr

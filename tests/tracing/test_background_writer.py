@@ -11,27 +11,27 @@ from pathlib import Path
 import pytest
 
 from agent_loop.config import TraceConfig
-from agent_loop.errors import ConfigError
-from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.runtime import background_writer as writer_module
 from agent_loop.runtime.background_writer import BackgroundWriter
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.tracing.trace_files import read_traces
-from tests.helpers import hermes_template, text_reply, user
-from tests.tracing.harness import run, settings
+from tests.helpers import text_reply, user
+from tests.tracing.harness import manager_of, run
 
 
 class Notebook:
-    """Writer that stores its items and calls a function before each."""
+    """Writer that stores its batches, and calls a function before each."""
 
-    max_batch = 1
-
-    def __init__(self, at_write: Callable[[int], None] = lambda number: None) -> None:
-        self.items: list[object] = []
+    def __init__(self, at_write: Callable[[int], None] = lambda number: None, *, max_batch: int = 1) -> None:
+        self.batches: list[list[object]] = []
+        self.max_batch = max_batch
         self.is_closed = False
-        self.num_opened = 0
-        self._num_writes = 0
+        self.num_opened = self._num_writes = 0
         self._at_write = at_write
+
+    @property
+    def items(self) -> list[object]:
+        return [item for batch in self.batches for item in batch]
 
     def open(self) -> None:
         self.num_opened += 1
@@ -39,10 +39,18 @@ class Notebook:
     def write(self, items: Iterable[object], /) -> None:
         self._num_writes += 1
         self._at_write(self._num_writes)
-        self.items += items
+        self.batches.append(list(items))
 
     def close(self) -> None:
         self.is_closed = True
+
+
+def write(notebook: Notebook, *, count: int, max_queued: int = 100) -> BackgroundWriter[int]:
+    """Return a writer with `count` items in its queue."""
+    writer = BackgroundWriter[int](notebook, name="notes", max_queued=max_queued)
+    for number in range(count):
+        writer.put(number)
+    return writer
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -51,9 +59,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_all_items_are_written_in_order_and_the_writer_is_closed() -> None:
     notebook = Notebook()
-    background_writer = BackgroundWriter[int](notebook, name="notes", max_queued=100)
-    for number in range(50):
-        background_writer.put(number)
+    background_writer = write(notebook, count=50)
     background_writer.close(timeout_s=10)
     assert notebook.items == list(range(50))
     assert (notebook.num_opened, notebook.is_closed, background_writer.num_dropped) == (1, True, 0)
@@ -67,9 +73,7 @@ def test_items_that_a_writer_fails_on_are_dropped_and_logged_once_per_error_type
             raise OSError(28, "No space left on device") if number < 7 else ValueError("what?")
 
     notebook = Notebook(fails)
-    background_writer = BackgroundWriter[int](notebook, name="notes", max_queued=100)
-    for number in range(10):
-        background_writer.put(number)
+    background_writer = write(notebook, count=10)
     background_writer.close(timeout_s=10)
     assert notebook.items == [1, 3, 5, 7, 9]
     assert background_writer.num_dropped == 5
@@ -88,9 +92,7 @@ def test_opening_a_writer_is_retried_with_the_next_item() -> None:
                 raise ConnectionError("not yet")
 
     late = Late()
-    background_writer = BackgroundWriter[int](late, name="notes", max_queued=100)
-    for number in range(5):
-        background_writer.put(number)
+    background_writer = write(late, count=5)
     background_writer.close(timeout_s=10)
     assert late.items == [2, 3, 4]
     assert background_writer.num_dropped == 2
@@ -100,12 +102,8 @@ def test_a_hung_writer_drops_items_beyond_the_queue_and_delays_the_end_for_a_bou
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     release = threading.Event()
-    background_writer = BackgroundWriter[int](
-        Notebook(lambda number: assert_waits(release)), name="notes", max_queued=3
-    )
     started = time.monotonic()
-    for number in range(10):
-        background_writer.put(number)
+    background_writer = write(Notebook(lambda _: assert_waits(release)), count=10, max_queued=3)
     background_writer.close(timeout_s=0.2)
     assert time.monotonic() - started < 5
     assert background_writer.num_dropped == 10
@@ -129,10 +127,8 @@ def test_queued_traces_are_written_after_the_rollout_is_cancelled(tmp_path: Path
     path = tmp_path / "traces.jsonl"
 
     async def main() -> None:
-        config = settings(TraceConfig(backend="file", path=str(path)))
-        async with AgentLoopManager(
-            config, servers=[ScriptedServer([text_reply("hi")])], template=hermes_template()
-        ) as manager:
+        trace = TraceConfig(backend="file", path=str(path))
+        async with manager_of(ScriptedServer([text_reply("hi")]), trace=trace) as manager:
             await manager.run([{"raw_prompt": user("hello")}], n=5)
             raise KeyboardInterrupt
 
@@ -141,43 +137,13 @@ def test_queued_traces_are_written_after_the_rollout_is_cancelled(tmp_path: Path
     assert len(list(read_traces(path))) == 5
 
 
-def test_a_missing_package_is_reported_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "weave", None)
-    with pytest.raises(
-        ConfigError, match=r'rollout.trace.backend=weave needs weave: pip install "agent-loop\[weave\]"'
-    ):
-        run(TraceConfig(backend="weave"))
-
-
-class Album:
-    """Writer that stores its batches."""
-
-    max_batch = 4
-
-    def __init__(self, at_write: Callable[[], None] = lambda: None) -> None:
-        self.batches: list[list[int]] = []
-        self._at_write = at_write
-
-    def open(self) -> None: ...
-
-    def write(self, items: Iterable[int], /) -> None:
-        self._at_write()
-        self.batches.append(list(items))
-
-    def close(self) -> None: ...
-
-
 def test_items_that_arrive_while_a_writer_is_busy_are_written_in_bounded_batches() -> None:
     release = threading.Event()
-    album = Album(lambda: assert_waits(release))
-    background_writer = BackgroundWriter[int](album, name="notes", max_queued=100)
-    for number in range(4):
-        background_writer.put(number)
-    for number in range(4, 10):
-        background_writer.put(number)
+    notebook = Notebook(lambda _: assert_waits(release), max_batch=4)
+    background_writer = write(notebook, count=10)
     release.set()
     background_writer.close(timeout_s=10)
-    assert album.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert notebook.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 def test_a_short_queue_is_written_as_soon_as_it_is_full(
@@ -185,9 +151,7 @@ def test_a_short_queue_is_written_as_soon_as_it_is_full(
 ) -> None:
     monkeypatch.setattr(writer_module, "BATCH_WINDOW_S", 600.0)
     written = threading.Event()
-    background_writer = BackgroundWriter[int](Album(written.set), name="notes", max_queued=2)
-    background_writer.put(1)
-    background_writer.put(2)
+    background_writer = write(Notebook(lambda _: written.set(), max_batch=4), count=2, max_queued=2)
     assert written.wait(timeout=60)
     background_writer.close(timeout_s=10)
     assert background_writer.num_dropped == 0

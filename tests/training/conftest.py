@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from agent_loop.config import Config
-from tests.training.fakes import tiny_policy
+from agent_loop.rollout.batch import RolloutBatch
+from tests.training.fakes import sampled_batch, tiny_policy
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -34,3 +35,16 @@ def config(tmp_path: Path) -> Config:
             "trainer": {"total_steps": 4, "run_dir": str(tmp_path / "run"), "save_every": 2},
         }
     )
+
+
+@pytest.fixture(scope="session")
+def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy")
+    tiny_policy().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def batch() -> RolloutBatch:
+    """Return four groups of six trajectories."""
+    return sampled_batch()

@@ -15,6 +15,8 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from agent_loop.rollout.batch import RolloutBatch, assemble
+from agent_loop.training.advantages.groups import grpo_advantages
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
 from agent_loop.types import Origin, Row, as_token_ids
 
@@ -62,23 +64,26 @@ class FakeTemplate:
 class FakeRollouts:
     """Manager stub that samples two short turns with a fixed tool reply between them.
 
-    The sampled tokens depend on the weights and their version only.
+    The sampled tokens depend on the weights and their version only. `edit` changes a trajectory, given the step.
     """
 
     def __init__(
         self,
-        model: Qwen3ForCausalLM,
+        model: Qwen3ForCausalLM | None = None,
         *,
         on_run: Callable[[int], None] | None = None,
         hangs_at: int | None = None,
+        edit: Callable[[Trajectory, int], Trajectory] | None = None,
     ) -> None:
         self.template = FakeTemplate()
         self.weight_version = 0
         self.rows: list[Sequence[Row]] = []
+        self.by_label: dict[str, Sequence[Row]] = {}
         self.was_cancelled = False
-        self._model = model
+        self._model = model or tiny_policy()
         self._on_run = on_run or (lambda version: None)
         self._hangs_at = hangs_at
+        self._edit = edit or (lambda trajectory, step: trajectory)
 
     def check_rows(self, rows: Iterable[Row]) -> None:
         pass
@@ -98,6 +103,8 @@ class FakeRollouts:
         self.loop = asyncio.get_running_loop()
         if not validate:
             self.rows.append(rows)
+            assert label not in self.by_label
+            self.by_label[label] = rows
             self._on_run(self.weight_version)
             if self.weight_version == self._hangs_at:
                 try:
@@ -106,7 +113,11 @@ class FakeRollouts:
                     self.was_cancelled = True
         generator = torch.Generator().manual_seed(1000 + self.weight_version)
         plans = [Plan(row, group, rollout) for group, row in enumerate(rows) for rollout in range(n or 1)]
-        trajectories = sample(self._model, plans, generator=generator, weight_version=self.weight_version)
+        step = self.weight_version + 1
+        trajectories = [
+            self._edit(trajectory, step)
+            for trajectory in sample(self._model, plans, generator=generator, weight_version=step - 1)
+        ]
         for trajectory in trajectories if on_trajectory else ():
             on_trajectory(trajectory)
         return trajectories
@@ -230,3 +241,13 @@ def sample_trajectories(
         for rollout in range(n)
     ]
     return sample(model, plans, generator=torch.Generator().manual_seed(seed), has_logprobs=has_logprobs)
+
+
+def sampled_batch(**options: Any) -> RolloutBatch:
+    """Return a batch of trajectories that `tiny_policy` sampled."""
+    return assemble(sample_trajectories(tiny_policy(), **options), pad_token_id=PAD)
+
+
+def advantages_of(batch: RolloutBatch) -> Tensor:
+    """Return the advantages [B, 1] of GRPO."""
+    return grpo_advantages(batch["reward"], groups_B=batch["group"])[:, None]

@@ -1,43 +1,62 @@
-"""Observations, penalties of length and rows that are not trained, in the estimates of advantages."""
+"""What estimates and metrics count: observations, limits, data sources, seats, branches and lost trajectories."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from msgspec import structs
 from torch import Tensor
 
-from agent_loop.config import AlgorithmConfig
+from agent_loop.config import AlgorithmConfig, Config
+from agent_loop.errors import ConfigError
 from agent_loop.rollout.batch import RolloutBatch, assemble
-from agent_loop.training.advantages.estimate import BatchAdvantages, estimate_advantages, load_estimator
-from agent_loop.training.advantages.rewards import Rewards, collect_rewards, overlong_penalty
+from agent_loop.training import metrics as names
+from agent_loop.training.advantages.estimate import (
+    BatchAdvantages,
+    check_groups,
+    estimate_advantages,
+    estimate_batch,
+    load_estimator,
+    load_estimators,
+)
+from agent_loop.training.advantages.groups import has_signal, rollouts_of_rows
+from agent_loop.training.advantages.rewards import collect_rewards, overlong_penalty
 from agent_loop.training.advantages.turns import discounted_returns, gae
+from agent_loop.training.evaluation.scores import summarise
+from agent_loop.training.rollouts import with_variance
+from agent_loop.training.step_metrics import rollout_metrics, source_metrics
+from agent_loop.trajectory import Failure, FailureKind, Trajectory
+from agent_loop.types import StopReason
 from tests.harness import examples
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
+from tests.training.samples import Branch, Rollout, batch_of, groups, samples_of
 
-LIMIT = 12
-WEIGHT = 0.5
-
-
-@pytest.fixture(scope="module")
-def batch() -> RolloutBatch:
-    return assemble(sample_trajectories(tiny_policy(), num_groups=4, n=4), pad_token_id=PAD)
+Groups: TypeAlias = Sequence[Sequence[Rollout]]
 
 
-def estimate(batch: RolloutBatch, config: AlgorithmConfig, **options: Any) -> BatchAdvantages:
-    return estimate_advantages(collect(batch, config), estimator=load_estimator(config), **options)
+def trajectories_of(groups: Groups) -> list[Trajectory]:
+    return [sample.trajectory for sample in samples_of(groups)]
 
 
-def collect(batch: RolloutBatch, config: AlgorithmConfig, **options: Any) -> Rewards:
-    return collect_rewards(batch, config=config, response_length=LIMIT, **options)
+def estimate(batch: RolloutBatch, *, limit: int = 99, **options: Any) -> BatchAdvantages:
+    """Return the advantages by an estimator; options are settings of the algorithm, or inputs of the estimator."""
+    inputs = {
+        name: options.pop(name) for name in ("is_allowed_B", "values_BR", "baselines_B") if name in options
+    }
+    config = AlgorithmConfig(**options)
+    rewards = collect_rewards(batch, config=config, response_length=limit)
+    return estimate_advantages(rewards, estimator=load_estimator(config), **inputs)
 
 
-def naive_returns(rewards: list[float], gamma: float) -> list[float]:
-    return [sum(gamma ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))]
+# -- tokens and limits -------------------------------------------------------------------------------------------------
 
 
 @examples(60)
@@ -64,20 +83,18 @@ def test_observations_between_turns_change_no_return(data: st.DataObject) -> Non
     assert torch.equal(found_BR[mask_BR], compact_BR[0])
     assert not found_BR[~mask_BR].any()
     returns_BR = discounted_returns(with_garbage(rewards_BR), mask_BR=mask_BR, gamma=0.9)
-    assert returns_BR[mask_BR].tolist() == pytest.approx(naive_returns(rewards_BR[mask_BR].tolist(), 0.9))
+    rewards = rewards_BR[mask_BR].tolist()
+    naive = [sum(0.9**k * reward for k, reward in enumerate(rewards[t:])) for t in range(len(rewards))]
+    assert returns_BR[mask_BR].tolist() == pytest.approx(naive)
 
 
-def test_the_soft_punishment_rises_over_the_buffer() -> None:
-    lengths_B = torch.tensor([0, 8, 9, 10, 12, 13])
-
-    assert overlong_penalty(lengths_B, limit=12, buffer=4).tolist() == [0, 0, 0.25, 0.5, 1, 1]
-
-
-def test_the_length_penalty_is_subtracted_before_rewards_are_compared(batch: RolloutBatch) -> None:
+def test_the_length_penalty_rises_over_the_buffer_and_is_subtracted_before_rewards_are_compared(
+    batch: RolloutBatch,
+) -> None:
+    few_B = torch.tensor([0, 8, 9, 10, 12, 13])
+    assert overlong_penalty(few_B, limit=12, buffer=4).tolist() == [0, 0, 0.25, 0.5, 1, 1]
     config = AlgorithmConfig(overlong_buffer=8, overlong_penalty=2.0)
-
-    shaped_B = collect(batch, config).outcome_B
-
+    shaped_B = collect_rewards(batch, config=config, response_length=12).outcome_B
     lengths_B = batch["attention_mask"][:, batch["prompts"].shape[1] :].sum(dim=1)
     expected_B = batch["reward"] - 2.0 * ((lengths_B - 4) / 8).clamp(0, 1)
     torch.testing.assert_close(shaped_B, expected_B, equal_nan=True)
@@ -85,11 +102,265 @@ def test_the_length_penalty_is_subtracted_before_rewards_are_compared(batch: Rol
 
 
 def test_rows_that_are_not_trainable_still_count_in_their_group(batch: RolloutBatch) -> None:
-    config = AlgorithmConfig()
-    free = estimate(batch, config)
+    free = estimate(batch)
     is_allowed_B = torch.arange(len(batch)) != int(free.keep_B.nonzero()[0])
-
-    bound = estimate(batch, config, is_allowed_B=is_allowed_B)
-
+    bound = estimate(batch, is_allowed_B=is_allowed_B)
     assert torch.equal(free.advantages_BR, bound.advantages_BR)
     assert torch.equal(bound.keep_B, free.keep_B & is_allowed_B)
+
+
+# -- data sources ------------------------------------------------------------------------------------------------------
+
+RUN: dict[str, Any] = {"adv_estimator": "grpo", "turn_reward_weight": 0.5}
+SOURCES: dict[str, dict[str, Any]] = {
+    "math": {"adv_estimator": "rloo", "overlong_buffer": 4},
+    "code": {"adv_estimator": "turn_grpo", "gamma": 0.9, "turn_reward_weight": 1.0},
+}
+
+
+@examples(60)
+@given(groups=groups)
+def test_each_source_has_the_advantages_that_it_has_alone(groups: Groups) -> None:
+    samples = samples_of(groups)
+    batch = batch_of(samples)
+
+    def estimated(rows: list[int], **algorithm: Any) -> BatchAdvantages:
+        return estimate_batch(
+            batch[torch.tensor(rows, dtype=torch.int64)],
+            estimators=load_estimators(AlgorithmConfig(**algorithm)),
+            response_length=9,
+            kl_BR=(batch["response_mask"] / 16)[rows],
+            is_allowed_B=torch.tensor([row % 5 != 0 for row in rows], dtype=torch.bool),
+        )
+
+    found = estimated(list(range(len(samples))), **RUN, by_data_source=SOURCES)
+
+    for source in (None, "math", "code"):
+        rows = [n for n, sample in enumerate(samples) if sample.trajectory.row.get("data_source") == source]
+        alone = estimated(rows, **{**RUN, **SOURCES.get(source or "", {})})
+        assert torch.equal(found.advantages_BR[rows], alone.advantages_BR)
+        assert torch.equal(found.keep_B[rows], alone.keep_B)
+        assert torch.equal(found.has_signal_B[rows], alone.has_signal_B)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"adv_estimater": "rloo"}, r"by_data_source\.math has the setting 'adv_estimater'.*did you mean"),
+        ({"kl_reward_coef": 0.1}, r"by_data_source\.math has the setting 'kl_reward_coef', which a source"),
+        ({"gamma": 2}, r"by_data_source\.math: gamma is 2"),
+        ({"adv_estimator": "gdpo"}, r"by_data_source\.math: .*reward_parts is empty"),
+    ],
+)
+def test_a_setting_that_a_source_cannot_have_is_refused(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        Config.model_validate({"algorithm": {"by_data_source": {"math": changes}}})
+
+
+@pytest.mark.parametrize(
+    ("run", "source"), [("grpo", "gae"), ("grpo", "remax"), ("gae", "grpo"), ("remax", "rloo")]
+)
+def test_a_source_cannot_need_other_models_or_rollouts_than_the_run(run: str, source: str) -> None:
+    config = AlgorithmConfig(adv_estimator=run, by_data_source={"math": {"adv_estimator": source}})
+    with pytest.raises(ConfigError, match=f"math.adv_estimator is {source}, and algorithm.adv_estimator"):
+        load_estimators(config)
+
+
+def test_groups_of_one_are_refused_before_the_model_is_loaded() -> None:
+    algorithm = {"adv_estimator": "reinforce_plus_plus", "by_data_source": {"a": {"adv_estimator": "rloo"}}}
+    config = Config.model_validate(
+        {"model": {"path": "/missing"}, "rollout": {"n": 1}, "algorithm": algorithm}
+    )
+    with pytest.raises(ConfigError, match=r"rollout\.n is 1, but .*by_data_source\.a\.adv_estimator=rloo"):
+        check_groups(config)
+
+
+@examples(100)
+@given(groups=groups)
+def test_sources_have_the_metrics_of_their_rollouts(groups: Groups) -> None:
+    trajectories = trajectories_of(groups)
+    rewards: defaultdict[Any, defaultdict[Any, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for t in trajectories:
+        rewards[t.row.get("data_source")][t.group, t.rollout].extend([] if t.reward is None else [t.reward])
+    expected: dict[str, float] = {}
+    sources = [source for source in rewards if source is not None]
+    for source in sources:
+        scored = [each for each in rewards[source].values() if each]
+        num_successes = sum(max(each) >= 0.5 for each in scored)
+        expected[f"by_source/{source}/rollouts"] = len(rewards[source])
+        expected[f"by_source/{source}/reward/success_share"] = num_successes / len(rewards[source])
+        if scored:
+            expected[f"by_source/{source}/reward/mean"] = float(np.mean([np.mean(each) for each in scored]))
+
+    found = source_metrics(trajectories, sources=sources, success_threshold=0.5)
+
+    assert found == pytest.approx(expected)
+
+
+# -- games of several players ------------------------------------------------------------------------------------------
+
+REWARDS = [[1.0, -1.0], [1.0, -1.0], [-1.0, 1.0], [1.0, -1.0]]
+"""Reward of each seat in each rollout of a zero-sum game."""
+
+
+def game(rewards: Sequence[Sequence[float | None]]) -> list[Rollout]:
+    return [
+        Rollout(tuple(Branch(reward, seat=seat) for seat, reward in enumerate(seats))) for seats in rewards
+    ]
+
+
+def first_advantages(trajectories: Sequence[Trajectory], estimator: str) -> Tensor:
+    batch = assemble(trajectories, pad_token_id=0)
+    return estimate(batch, adv_estimator=estimator).advantages_BR[:, 0]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+def test_each_seat_has_the_advantages_that_it_has_alone(estimator: str) -> None:
+    trajectories = trajectories_of([game(REWARDS)])
+    both = first_advantages(trajectories, estimator)
+    for seat in (0, 1):
+        torch.testing.assert_close(both[seat::2], first_advantages(trajectories[seat::2], estimator))
+    assert both[0] > 0 > both[1]
+
+
+def test_whitened_advantages_count_a_rollout_once_with_any_number_of_seats() -> None:
+    trajectories = trajectories_of([game([[1.0], [-1.0]]), game([[1.0, 0.0]])])
+    together = first_advantages(trajectories, "reinforce_plus_plus")
+    # Rewards 1, -1, and 1 and 0 with half the weight each.
+    mean = (1 - 1 + 0.5) / 3
+    assert together[0] / together[1] == pytest.approx((1 - mean) / (-1 - mean), rel=1e-4)
+
+
+def test_metrics_have_the_mean_of_each_seat_and_leave_out_seats_without_reward() -> None:
+    trajectories = trajectories_of([game([*REWARDS, [None, None]])])
+    metrics = rollout_metrics(trajectories, success_threshold=1.0, weight_version=0)
+    assert metrics["reward/seat_0/mean"] == 0.5
+    assert metrics["reward/seat_1/mean"] == -0.5
+    assert metrics["reward/mean"] == 0.0
+
+
+# -- branches ----------------------------------------------------------------------------------------------------------
+
+
+def branches(*rollouts: Sequence[float | None]) -> list[Trajectory]:
+    """Return the branches of the rollouts of one group with these rewards."""
+    return trajectories_of([[Rollout(tuple(map(Branch, rewards))) for rewards in rollouts]])
+
+
+def failed(trajectory: Trajectory, kind: FailureKind = FailureKind.CODE) -> Trajectory:
+    output = trajectory.output.failed(Failure(error="Gone", traceback="", kind=kind))
+    return structs.replace(trajectory, output=output, reward=None)
+
+
+def test_metrics_count_a_rollout_once() -> None:
+    trajectories = branches([1.0], [0.0, 0.0, 0.0], [None, 0.5])
+    trajectories[-2] = failed(trajectories[-2])
+    metrics = rollout_metrics(trajectories, success_threshold=1.0, weight_version=0)
+    assert metrics["reward/mean"] == pytest.approx(0.5)
+    assert metrics["reward/success_share"] == pytest.approx(1 / 3)
+    assert metrics["rollout/unscored_share"] == 0
+    assert metrics[f"rollout/stop_reason/{StopReason.FAILED}"] == pytest.approx(1 / 6)
+    assert metrics[f"rollout/stop_reason/{StopReason.ANSWERED}"] == pytest.approx(5 / 6)
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "is_kept"),
+    [
+        ([[1.0], [0.0, 0.0]], True),
+        ([[1.0], [1.0, 1.0, 1.0]], False),
+        ([[1.0, 0.0], [0.5, 0.5]], True),
+        ([[1.0, 0.0], [None]], False),
+        ([[1.0, None], [0.0]], True),
+    ],
+)
+def test_a_group_is_kept_if_its_rollouts_have_different_rewards(
+    rollouts: list[list[float | None]], is_kept: bool
+) -> None:
+    trajectories = branches(*rollouts)
+    batch = assemble(trajectories, pad_token_id=PAD)
+    signal_B = has_signal(batch["reward"], groups_B=batch["group"], rollouts_B=rollouts_of_rows(batch))
+    kept = with_variance(trajectories, algorithm=AlgorithmConfig())
+    assert kept == (trajectories if is_kept else [])
+    assert signal_B.any() == is_kept
+
+
+# -- trajectories that infrastructure failed change no statistic -------------------------------------------------------
+
+INFRASTRUCTURE = [kind for kind in FailureKind if kind is not FailureKind.CODE]
+COUNTED = (names.STOP_REASON, names.INCIDENT, names.FAILURES, names.RETRIES)
+"""Prefixes of the metrics that count lost trajectories."""
+
+
+@st.composite
+def losses(draw: st.DrawFn) -> tuple[list[Trajectory], list[Trajectory]]:
+    """Return trajectories of which some are lost, and the others of them alone."""
+    trajectories = trajectories_of(draw(groups))
+    kind = st.none() | st.sampled_from(INFRASTRUCTURE)
+    kinds = draw(st.lists(kind, min_size=len(trajectories), max_size=len(trajectories)))
+    assume(any(kind is None for kind in kinds))
+    both = list(zip(trajectories, kinds, strict=True))
+    return [t if kind is None else failed(t, kind) for t, kind in both], [t for t, kind in both if not kind]
+
+
+def trained(trajectories: Sequence[Trajectory], estimator: Any) -> dict[tuple[Any, ...], list[float]]:
+    """Return the advantages of the tokens of the trajectories that are trained, by group, rollout and branch."""
+    batch = assemble(trajectories, pad_token_id=PAD)
+    found = estimate(
+        batch,
+        adv_estimator=estimator,
+        turn_reward_weight=0.5,
+        drop_zero_variance_groups=False,
+        values_BR=torch.zeros(batch["responses"].shape),
+        baselines_B=0.25 * batch["group"].float(),
+    )
+    return {
+        (t.group, t.rollout, t.branch): found.advantages_BR[row][batch["response_mask"][row].bool()].tolist()
+        for row, t in enumerate(trajectories)
+        if found.keep_B[row]
+    }
+
+
+@pytest.mark.parametrize(
+    "estimator", ["grpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"]
+)
+@examples(30)
+@given(both=losses())
+def test_lost_trajectories_are_in_no_baseline_and_get_no_advantage(
+    estimator: str, both: tuple[list[Trajectory], list[Trajectory]]
+) -> None:
+    found, expected = (trained(each, estimator) for each in both)
+    assert found.keys() == expected.keys()
+    for name, advantages in expected.items():
+        assert found[name] == pytest.approx(advantages, abs=1e-5)
+
+
+@examples(100)
+@given(both=losses())
+def test_lost_trajectories_are_in_no_mean_and_no_share_of_the_metrics(
+    both: tuple[list[Trajectory], list[Trajectory]],
+) -> None:
+    found, expected = (
+        {
+            name: value
+            for name, value in rollout_metrics(each, success_threshold=0.5, weight_version=3).items()
+            if not name.startswith(COUNTED)
+        }
+        for each in both
+    )
+    assert found == pytest.approx(expected)
+
+
+def test_a_bug_counts_as_not_correct_and_an_outage_counts_as_nothing() -> None:
+    sampled = sample_trajectories(tiny_policy(), num_groups=1, n=3)
+    right, wrong, lost = (
+        structs.replace(t, reward=reward) for t, reward in zip(sampled, (1.0, 0.0, 0.0), strict=True)
+    )
+    for kind in FailureKind:
+        evaluation = summarise([right, wrong, failed(lost, kind)], success_threshold=1.0)
+        is_counted = kind is FailureKind.CODE
+        assert evaluation.scores.num_samples == (3 if is_counted else 2)
+        assert evaluation.scores.pass_at_k[1].value == pytest.approx(1 / 3 if is_counted else 1 / 2)
+        assert evaluation.scores.pass_at_k[2].value == pytest.approx(2 / 3 if is_counted else 1)
+        assert evaluation.scores.mean_reward is not None
+        assert evaluation.scores.mean_reward.value == 0.5
+        assert evaluation.failures == {kind: 1}

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec import structs
 from torch import Tensor
 
-from agent_loop.config import AlgorithmConfig
+from agent_loop.config import AlgorithmConfig, Config
+from agent_loop.errors import ConfigError, DataError
 from agent_loop.rollout.batch import assemble
-from agent_loop.training.advantages.estimate import estimate_batch, load_estimators
+from agent_loop.training.advantages.estimate import BatchAdvantages, estimate_batch, load_estimators
 from agent_loop.training.advantages.turns import collect_turns
+from agent_loop.training.rollouts import with_variance
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
 from agent_loop.trajectory.attachments import Attachment
 from tests.harness import examples
@@ -39,6 +43,10 @@ KL = 1 / 16
 BASELINE = 0.25
 """Reward of the greedy rollout of a group, divided by its number."""
 LAM = 0.8
+OfTurns: TypeAlias = dict[tuple[int, int], float]
+"""Values by row and turn."""
+OfTokens: TypeAlias = dict[tuple[int, int], float]
+"""Values by row and response token."""
 
 
 def estimated(samples: Sequence[Sample], estimator: str, **config: Any) -> list[list[float]]:
@@ -70,6 +78,10 @@ def values_like(tokens_BR: Tensor) -> Tensor:
     return torch.linspace(-1, 1, 64)[: tokens_BR.shape[1]].expand(tokens_BR.shape)
 
 
+def scored_rows(samples: Sequence[Sample]) -> list[int]:
+    return [row for row, sample in enumerate(samples) if sample.is_scored]
+
+
 def turn_rewards(sample: Sample) -> list[float]:
     rewards = [
         WEIGHT * float(np.float32(turn.reward or 0.0)) - (KL * turn.num_tokens if trained else 0.0)
@@ -91,11 +103,9 @@ def discounted(rewards: Sequence[float], gamma: float) -> list[float]:
     return returns
 
 
-def steps(
-    samples: Sequence[Sample], *, gamma: float, anchor: Callable[[Sample, int], Hashable]
-) -> dict[tuple[int, int], float]:
+def steps(samples: Sequence[Sample], *, gamma: float, anchor: Callable[[Sample, int], Hashable]) -> OfTurns:
     """Return the advantage of each turn of each scored row."""
-    rows = [row for row, sample in enumerate(samples) if sample.is_scored]
+    rows = scored_rows(samples)
     places = [(row, turn) for row in rows for turn in range(len(samples[row].turns))]
     values = [discounted(turn_rewards(samples[row]), gamma)[turn] for row, turn in places]
     keys = [(samples[row].group, anchor(samples[row], turn)) for row, turn in places]
@@ -108,9 +118,7 @@ def steps(
     return dict(zip(places, compared(values, keys=keys, weights=weights), strict=True))
 
 
-def of_tokens(
-    samples: Sequence[Sample], values: dict[tuple[int, int], float]
-) -> dict[tuple[int, int], float]:
+def of_tokens(samples: Sequence[Sample], values: OfTurns) -> OfTokens:
     """Return the values of turns for each trained token."""
     return {
         (row, token): values[row, turn]
@@ -123,18 +131,20 @@ def of_tokens(
 
 
 def episodes(samples: Sequence[Sample]) -> dict[int, float]:
-    rows = [row for row, sample in enumerate(samples) if sample.is_scored]
-    totals = [sum(turn_rewards(samples[row])) if samples[row].turns else samples[row].reward for row in rows]
+    return within_groups(samples, {row: total(samples[row]) for row in scored_rows(samples)})
+
+
+def within_groups(
+    samples: Sequence[Sample], values: Mapping[int, float], *, norm_by_std: bool = True
+) -> dict[int, float]:
+    """Return values of rows, compared within their groups. A rollout counts once."""
     found = compared(
-        totals,
-        keys=[samples[row].group for row in rows],
-        weights=shares([samples[row].rollout for row in rows]),
+        list(values.values()),
+        keys=[samples[row].group for row in values],
+        weights=shares([samples[row].rollout for row in values]),
+        norm_by_std=norm_by_std,
     )
-    return dict(zip(rows, found, strict=True))
-
-
-def turn_number(sample: Sample, turn: int) -> Hashable:
-    return turn
+    return dict(zip(values, found, strict=True))
 
 
 def observation(sample: Sample, turn: int) -> Hashable:
@@ -146,7 +156,7 @@ def state(sample: Sample, turn: int) -> Hashable:
     return observation(sample, turn) if known is None else ("state", str(known))
 
 
-def rewarded_turns(samples: Sequence[Sample], *, norm_by_std: bool) -> dict[tuple[int, int], float]:
+def rewarded_turns(samples: Sequence[Sample], *, norm_by_std: bool) -> OfTurns:
     """Return the rewards of trained turns of scored rows, compared within their groups."""
     places = [
         (row, turn)
@@ -163,11 +173,10 @@ def rewarded_turns(samples: Sequence[Sample], *, norm_by_std: bool) -> dict[tupl
     return dict(zip(places, found, strict=True))
 
 
-def grpo(samples: Sequence[Sample], gamma: float) -> dict[tuple[int, int], float]:
-    rows = [row for row, sample in enumerate(samples) if sample.is_scored]
-    outcomes = [samples[row].reward - KL * len(token_rewards(samples[row], outcome=0.0)) for row in rows]
-    keys, rollouts = [samples[row].group for row in rows], [samples[row].rollout for row in rows]
-    totals = dict(zip(rows, compared(outcomes, keys=keys, weights=shares(rollouts)), strict=True))
+def grpo(samples: Sequence[Sample], gamma: float) -> OfTokens:
+    rows = scored_rows(samples)
+    penalties = {row: KL * len(token_rewards(samples[row], outcome=0.0)) for row in rows}
+    totals = within_groups(samples, {row: samples[row].reward - penalties[row] for row in rows})
     turns = rewarded_turns(samples, norm_by_std=True)
     return of_tokens(
         samples,
@@ -180,9 +189,9 @@ def grpo(samples: Sequence[Sample], gamma: float) -> dict[tuple[int, int], float
     )
 
 
-def rloo(samples: Sequence[Sample], gamma: float) -> dict[tuple[int, int], float]:
-    rows = [row for row, sample in enumerate(samples) if sample.is_scored]
-    found: dict[tuple[int, int], float] = {}
+def rloo(samples: Sequence[Sample], gamma: float) -> OfTokens:
+    rows = scored_rows(samples)
+    found: OfTokens = {}
     for row in rows:
         by_rollout: dict[Hashable, list[float]] = {}
         for other in (other for other in rows if samples[other].group == samples[row].group):
@@ -195,8 +204,8 @@ def rloo(samples: Sequence[Sample], gamma: float) -> dict[tuple[int, int], float
     return of_tokens(samples, found)
 
 
-def remax(samples: Sequence[Sample], gamma: float) -> dict[tuple[int, int], float]:
-    rows = [row for row, sample in enumerate(samples) if sample.is_scored]
+def remax(samples: Sequence[Sample], gamma: float) -> OfTokens:
+    rows = scored_rows(samples)
     values = {row: total(samples[row]) - BASELINE * samples[row].trajectory.group for row in rows}
     places = [(row, turn) for row in rows for turn in range(len(samples[row].turns))]
     return of_tokens(samples, {place: values[place[0]] for place in places})
@@ -221,7 +230,7 @@ def token_rewards(
     return rewards
 
 
-def reinforce_plus_plus(samples: Sequence[Sample], gamma: float) -> dict[tuple[int, int], float]:
+def reinforce_plus_plus(samples: Sequence[Sample], gamma: float) -> OfTokens:
     return whitened(
         samples,
         {
@@ -232,20 +241,17 @@ def reinforce_plus_plus(samples: Sequence[Sample], gamma: float) -> dict[tuple[i
     )
 
 
-def reinforce_plus_plus_baseline(samples: Sequence[Sample], gamma: float) -> dict[tuple[int, int], float]:
-    rows = [row for row, sample in enumerate(samples) if sample.is_scored]
-    keys, rollouts = [samples[row].group for row in rows], [samples[row].rollout for row in rows]
-    rewards = [samples[row].reward for row in rows]
-    centred = compared(rewards, keys=keys, weights=shares(rollouts), norm_by_std=False)
+def reinforce_plus_plus_baseline(samples: Sequence[Sample], gamma: float) -> OfTokens:
+    rewards = {row: samples[row].reward for row in scored_rows(samples)}
     turns = rewarded_turns(samples, norm_by_std=False)
     returns: dict[int, dict[int, float]] = {}
-    for row, outcome in zip(rows, centred, strict=True):
+    for row, outcome in within_groups(samples, rewards, norm_by_std=False).items():
         own = {turn: value for (of_row, turn), value in turns.items() if of_row == row}
         returns[row] = discounted_tokens(token_rewards(samples[row], outcome=outcome, turns=own), gamma)
     return whitened(samples, returns)
 
 
-def gae(samples: Sequence[Sample], gamma: float) -> dict[tuple[int, int], float]:
+def gae(samples: Sequence[Sample], gamma: float) -> OfTokens:
     values = values_like(torch.zeros(1, 64))[0].tolist()
     found: dict[int, dict[int, float]] = {}
     for row, sample in enumerate(samples):
@@ -264,9 +270,7 @@ def discounted_tokens(rewards: Mapping[int, float], gamma: float) -> dict[int, f
     return dict(zip(rewards, discounted(list(rewards.values()), gamma), strict=True))
 
 
-def whitened(
-    samples: Sequence[Sample], values: Mapping[int, Mapping[int, float]]
-) -> dict[tuple[int, int], float]:
+def whitened(samples: Sequence[Sample], values: Mapping[int, Mapping[int, float]]) -> OfTokens:
     """Return whitened values of tokens. The tokens of a rollout with k trained rows have the weight 1 / k."""
     places = [(row, token) for row, tokens in values.items() for token in tokens]
     if not places:
@@ -282,12 +286,14 @@ def whitened(
     return dict(zip(places, scaled.tolist(), strict=True))
 
 
-REFERENCES = [grpo, rloo, remax, reinforce_plus_plus, reinforce_plus_plus_baseline, gae]
+def turn_grpo(samples: Sequence[Sample], gamma: float) -> OfTokens:
+    return of_tokens(samples, steps(samples, gamma=gamma, anchor=lambda sample, turn: turn))
 
 
-def assert_equal(
-    found: list[list[float]], expected: dict[tuple[int, int], float], *, tolerance: float = 1e-6
-) -> None:
+REFERENCES = [grpo, rloo, remax, reinforce_plus_plus, reinforce_plus_plus_baseline, gae, turn_grpo]
+
+
+def assert_equal(found: list[list[float]], expected: OfTokens, *, tolerance: float = 1e-6) -> None:
     for (row, token), value in expected.items():
         assert found[row][token] == pytest.approx(value, abs=tolerance), (row, token)
 
@@ -296,7 +302,7 @@ def assert_equal(
 @examples(80)
 @given(groups=groups, gamma=st.sampled_from([1.0, 0.9]))
 def test_an_estimator_equals_its_reference(
-    reference: Callable[[Sequence[Sample], float], dict[tuple[int, int], float]],
+    reference: Callable[[Sequence[Sample], float], OfTokens],
     groups: list[list[Rollout]],
     gamma: float,
 ) -> None:
@@ -309,16 +315,6 @@ def test_an_estimator_equals_its_reference(
 @given(groups=groups)
 def test_a_critic_learns_the_advantages_before_whitening_plus_its_values(groups: list[list[Rollout]]) -> None:
     estimated(samples_of(groups), "gae", whiten_advantages=False)
-
-
-@examples(150)
-@given(groups=groups, gamma=st.sampled_from([1.0, 0.9]))
-def test_a_turn_is_compared_with_the_same_turn_of_its_group(
-    groups: list[list[Rollout]], gamma: float
-) -> None:
-    samples = samples_of(groups)
-    expected = steps(samples, gamma=gamma, anchor=turn_number)
-    assert_equal(estimated(samples, "turn_grpo", gamma=gamma), of_tokens(samples, expected))
 
 
 @pytest.mark.parametrize(("state_key", "anchor"), [(None, observation), ("state", state)])
@@ -334,9 +330,7 @@ def test_gigpo_adds_the_comparison_of_turns_in_the_same_state_to_that_of_traject
     samples = samples_of(groups)
     totals, turns = episodes(samples), steps(samples, gamma=gamma, anchor=anchor)
     expected = {(row, turn): totals[row] + weight * value for (row, turn), value in turns.items()}
-
     found = estimated(samples, "gigpo", gamma=gamma, step_advantage_weight=weight, anchor_state=state_key)
-
     assert_equal(found, of_tokens(samples, expected))
 
 
@@ -354,3 +348,123 @@ def test_equal_placeholders_of_different_images_are_different_states() -> None:
     assert first == third
     assert first[0] == second[0]
     assert first[1] != second[1]
+
+
+# -- GDPO --------------------------------------------------------------------------------------------------------------
+
+
+def gdpo(trajectories: Sequence[Trajectory], weights: Mapping[str, float], **config: Any) -> BatchAdvantages:
+    settings = AlgorithmConfig(adv_estimator="gdpo", reward_parts=dict(weights), **config)
+    batch = assemble(trajectories, pad_token_id=PAD)
+    return estimate_batch(batch, estimators=load_estimators(settings), response_length=99)
+
+
+def part_of(sample: Sample, name: str) -> float | None:
+    if name != "reward":
+        return sample.branch.parts.get(name)
+    return sample.reward + sum(WEIGHT * float(np.float32(turn.reward or 0.0)) for turn in sample.turns)
+
+
+def gdpo_reference(
+    samples: Sequence[Sample], weights: Mapping[str, float], *, drops: bool
+) -> tuple[dict[int, float], set[int]]:
+    """Return the advantage of each scored row, and the rows with a signal."""
+    scored = scored_rows(samples)
+    sums, signal = dict.fromkeys(scored, 0.0), set[int]()
+    for name, weight in weights.items():
+        parts = {row: part_of(samples[row], name) for row in scored}
+        values = {row: value for row, value in parts.items() if value is not None}
+        for row, value in within_groups(samples, values).items():
+            sums[row] += weight * value
+            rivals = [other for other in values if samples[other].group == samples[row].group]
+            has_rival = len({samples[other].rollout for other in rivals}) > 1
+            if has_rival and len({values[other] for other in rivals}) > 1:
+                signal.add(row)
+    counted = {row: {0: sums[row]} for row in scored if row in signal or not drops}
+    return dict.fromkeys(scored, 0.0) | {row: v for (row, _), v in whitened(samples, counted).items()}, signal
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [{"correct": 1.0}, {"correct": 1.0, "format": -0.4}, {"reward": 0.5, "format": 2.0}],
+    ids=["one", "two", "reward"],
+)
+@examples(100)
+@given(groups=groups, drops=st.booleans())
+def test_gdpo_normalizes_each_part_in_its_group_and_the_sum_over_the_batch(
+    weights: Mapping[str, float], groups: list[list[Rollout]], drops: bool
+) -> None:
+    samples = samples_of(groups)
+    assume(any(set(sample.branch.parts) & set(weights) for sample in samples))
+    turn_weight = WEIGHT if "reward" in weights else 0.0
+
+    found = gdpo(
+        [sample.trajectory for sample in samples],
+        weights,
+        drop_zero_variance_groups=drops,
+        turn_reward_weight=turn_weight,
+    )
+
+    expected, signal = gdpo_reference(samples, weights, drops=drops)
+    assert set(found.has_signal_B.nonzero().flatten().tolist()) == signal
+    assert set(found.keep_B.nonzero().flatten().tolist()) == (signal if drops else set(expected))
+    for row, value in expected.items():
+        for start, _ in samples[row].spans:
+            assert float(found.advantages_BR[row, start]) == pytest.approx(value, abs=1e-6)
+
+
+def with_parts(*parts: Mapping[str, Any]) -> list[Trajectory]:
+    """Return one group with a rollout for each mapping."""
+    rollouts = [Rollout((Branch(1.0, (Turn(),), parts=each),)) for each in parts]
+    return [sample.trajectory for sample in samples_of([rollouts])]
+
+
+@pytest.mark.parametrize(
+    ("parts", "weights", "is_kept"),
+    [
+        (({"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 0.0}), {"a": 1.0, "b": 1.0}, True),
+        (({"a": 0.0, "b": 1.0}, {"a": 0.0, "b": 1.0}), {"a": 1.0, "b": 1.0}, False),
+        (({"a": 0.0, "b": 1.0}, {"a": 0.0, "b": 2.0}), {"a": 1.0, "b": 0.0}, False),
+        (({"a": 0.0}, {"b": 1.0}), {"a": 1.0, "b": 1.0}, False),
+        (({"a": 0.0}, {"a": "text"}), {"a": 1.0}, False),
+    ],
+)
+def test_dynamic_sampling_keeps_groups_in_which_a_part_with_a_weight_differs(
+    parts: tuple[Mapping[str, Any], ...], weights: dict[str, float], is_kept: bool
+) -> None:
+    trajectories = with_parts(*parts)
+    algorithm = AlgorithmConfig(adv_estimator="gdpo", reward_parts=weights)
+    assert with_variance(trajectories, algorithm=algorithm) == (trajectories if is_kept else [])
+    assert with_variance(trajectories, algorithm=AlgorithmConfig()) == []
+
+
+@pytest.mark.parametrize("value", ["high", math.nan, math.inf])
+def test_a_part_that_is_no_number_is_logged_and_left_out(
+    value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = gdpo(with_parts({"a": 1}, {"a": 0}, {"a": value}), {"a": 1.0})
+    assert found.advantages_BR[2, 0] == 0
+    assert "the reward part 'a' of group=0/rollout=2 is" in caplog.text
+
+
+def test_a_part_that_no_row_has_is_an_error_that_names_it() -> None:
+    with pytest.raises(DataError, match=r"algorithm\.reward_parts names corect, and no trajectory has"):
+        gdpo(with_parts({"correct": 1}, {"correct": 0}), {"corect": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({}, r"algorithm\.reward_parts is empty; name the parts"),
+        *(
+            ({"reward_parts": {"a": 1}, name: value}, "not among algorithm.reward_parts; add 'reward'")
+            for name, value in (("kl_reward_coef", 0.1), ("overlong_buffer", 4), ("turn_reward_weight", 1))
+        ),
+    ],
+)
+def test_settings_that_would_have_no_effect_on_gdpo_are_refused(
+    changes: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        Config.model_validate({"algorithm": {"adv_estimator": "gdpo", **changes}})

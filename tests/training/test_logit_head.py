@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from agent_loop.config import ModelConfig
-from agent_loop.rollout.batch import RolloutBatch, assemble
+from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.servers.embedded.model_types import logit_scaling
 from agent_loop.training import forward
 from agent_loop.training.adapters import add_adapters
@@ -35,7 +35,7 @@ from agent_loop.training.losses import logprobs as vocabulary_blocks
 from agent_loop.training.losses.logprobs import LogitTransform
 from agent_loop.training.micro_batches import MicroBatch, micro_batches
 from agent_loop.training.prefix_tree.attention import use_tree_attention
-from tests.training.fakes import PAD, VOCABULARY, sample_trajectories, tiny_policy
+from tests.training.fakes import PAD, VOCABULARY, tiny_policy
 
 SIZES = {
     "hidden_size": 32,
@@ -57,45 +57,31 @@ def qwen(*, vocab_size: int = VOCABULARY, tied: bool = True) -> PreTrainedModel:
     )
 
 
-def with_adapters(target_modules: list[str]) -> PreTrainedModel:
+def with_adapters() -> PreTrainedModel:
     model = qwen(tied=False)
-    add_adapters(model, config=ModelConfig(lora_rank=4, target_modules=target_modules), seed=0)
+    add_adapters(model, config=ModelConfig(lora_rank=4, target_modules=["q_proj", "lm_head"]), seed=0)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.2)
     return model
 
 
+def of(model: Any, config: Any, **settings: Any) -> Callable[[], PreTrainedModel]:
+    return lambda: model(config(vocab_size=VOCABULARY, **settings, **SIZES))
+
+
 MODELS: dict[str, tuple[Callable[[], PreTrainedModel], LogitTransform]] = {
     "tied": (qwen, LogitTransform()),
     "untied": (lambda: qwen(tied=False), LogitTransform()),
-    "bias": (lambda: PhiForCausalLM(PhiConfig(vocab_size=VOCABULARY, **SIZES)), LogitTransform()),
+    "bias": (of(PhiForCausalLM, PhiConfig), LogitTransform()),
     "soft cap": (
-        lambda: Gemma2ForCausalLM(
-            Gemma2Config(vocab_size=VOCABULARY, head_dim=16, final_logit_softcapping=2.0, **SIZES)
-        ),
+        of(Gemma2ForCausalLM, Gemma2Config, head_dim=16, final_logit_softcapping=2.0),
         LogitTransform(soft_cap=2.0),
     ),
-    "factor": (
-        lambda: Cohere2ForCausalLM(Cohere2Config(vocab_size=VOCABULARY, logit_scale=0.25, **SIZES)),
-        LogitTransform(factor=0.25),
-    ),
-    "divisor": (
-        lambda: GraniteForCausalLM(GraniteConfig(vocab_size=VOCABULARY, logits_scaling=8.0, **SIZES)),
-        LogitTransform(factor=1 / 8),
-    ),
-    "adapters": (lambda: with_adapters(["q_proj", "lm_head"]), LogitTransform()),
+    "factor": (of(Cohere2ForCausalLM, Cohere2Config, logit_scale=0.25), LogitTransform(factor=0.25)),
+    "divisor": (of(GraniteForCausalLM, GraniteConfig, logits_scaling=8.0), LogitTransform(factor=1 / 8)),
+    "adapters": (with_adapters, LogitTransform()),
 }
-
-
-def build(name: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    return MODELS[name][0]().eval()
-
-
-@pytest.fixture(scope="module")
-def batch() -> RolloutBatch:
-    return assemble(sample_trajectories(tiny_policy()), pad_token_id=PAD)
 
 
 @pytest.fixture(autouse=True)
@@ -141,21 +127,20 @@ def computed(
     return found, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_near(found: Tensor, expected: Tensor, *, tolerance: float) -> None:
-    assert float((found - expected).detach().abs().max()) <= tolerance * float(expected.detach().abs().max())
-
-
 def assert_equals_full_logits(
-    model: PreTrainedModel, part: MicroBatch, *, entropy_has_gradient: bool, tolerance: float
+    model: PreTrainedModel, part: MicroBatch, *, entropy_has_gradient: bool
 ) -> None:
+    def assert_near(found: Tensor, expected: Tensor) -> None:
+        assert float((found - expected).detach().abs().max()) <= 1e-5 * float(expected.detach().abs().max())
+
     found, gradients = computed(model, part, entropy_has_gradient=entropy_has_gradient)
     with full_logits():
         expected, expected_gradients = computed(model, part, entropy_has_gradient=entropy_has_gradient)
     for name in ("sampled_BR", "entropy_BR", "candidates_BRK"):
-        assert_near(getattr(found, name), getattr(expected, name), tolerance=tolerance)
+        assert_near(getattr(found, name), getattr(expected, name))
     assert gradients.keys() == expected_gradients.keys()
     for name, gradient in gradients.items():
-        assert_near(gradient, expected_gradients[name], tolerance=tolerance)
+        assert_near(gradient, expected_gradients[name])
 
 
 @pytest.mark.parametrize("entropy_has_gradient", [False, True])
@@ -163,20 +148,19 @@ def assert_equals_full_logits(
 def test_logprobs_and_gradients_equal_those_of_full_logits(
     name: str, entropy_has_gradient: bool, batch: RolloutBatch
 ) -> None:
-    model, part = build(name), one_micro_batch(batch)
-
+    build, transform = MODELS[name]
+    torch.manual_seed(0)
+    model = build().eval()
     scaling = logit_scaling(model)
     assert scaling is not None
-    assert LogitTransform(*scaling) == MODELS[name][1]
-    assert_equals_full_logits(model, part, entropy_has_gradient=entropy_has_gradient, tolerance=1e-5)
+    assert LogitTransform(*scaling) == transform
+    assert_equals_full_logits(model, one_micro_batch(batch), entropy_has_gradient=entropy_has_gradient)
 
 
 def test_rows_that_share_prefixes_equal_full_logits(batch: RolloutBatch) -> None:
-    part = one_micro_batch(batch, layout="tree")
-
     model = qwen().eval()
     use_tree_attention(model)
-    assert_equals_full_logits(model, part, entropy_has_gradient=True, tolerance=1e-5)
+    assert_equals_full_logits(model, one_micro_batch(batch, layout="tree"), entropy_has_gradient=True)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -197,15 +181,15 @@ def test_no_tensor_of_an_update_holds_the_logits_of_all_tokens(
 ) -> None:
     vocabulary = 2000
     model, part = qwen(vocab_size=vocabulary).eval(), one_micro_batch(batch)
-    num_sampled, num_weights = int(part.mask_BR.sum()), vocabulary * SIZES["hidden_size"]
-    assert num_sampled > 2 * SIZES["hidden_size"]
+    num_sampled, hidden_size = int(part.mask_BR.sum()), SIZES["hidden_size"]
+    assert num_sampled > 2 * hidden_size
 
     def largest() -> int:
         with LargestTensor() as largest:
             computed(model, part, entropy_has_gradient=entropy_has_gradient)
         return largest.num_elements
 
-    assert largest() == num_weights
+    assert largest() == vocabulary * hidden_size
     with full_logits():
         assert largest() >= num_sampled * vocabulary
 
@@ -221,9 +205,7 @@ class ShiftedLogits(Qwen3ForCausalLM):
 
 def test_a_model_with_an_unknown_function_after_its_head_uses_full_logits(batch: RolloutBatch) -> None:
     model, part = ShiftedLogits(tiny_policy().config).eval(), one_micro_batch(batch)
-
-    assert_equals_full_logits(model, part, entropy_has_gradient=True, tolerance=1e-5)
-
+    assert_equals_full_logits(model, part, entropy_has_gradient=True)
     with LargestTensor() as largest:
         computed(model, part, entropy_has_gradient=False)
     assert largest.num_elements >= int(part.mask_BR.sum()) * VOCABULARY
@@ -233,11 +215,9 @@ def test_a_token_that_is_impossible_adds_nothing() -> None:
     bias_V = torch.zeros(20).index_fill(0, torch.tensor([3, 15]), -torch.inf)
     inputs_NH, weight_VH = torch.randn(4, 5, requires_grad=True), torch.randn(20, 5, requires_grad=True)
     head = vocabulary_blocks.LinearHead((inputs_NH,), (weight_VH,), bias_V, LogitTransform())
-
     found = vocabulary_blocks.blockwise_logprobs(
         head, token_ids_M=torch.tensor([0, 1]), place_M=torch.tensor([1, 3]), temperature=1.0
     )
     gradients = torch.autograd.grad(found.sampled_M.sum() + found.entropy_M.sum(), [inputs_NH, weight_VH])
-
     assert all(each.isfinite().all() for each in (found.sampled_M, found.entropy_M, *gradients))
     assert not gradients[1][[3, 15]].any()

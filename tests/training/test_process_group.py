@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
-from rich.console import Console
 from torch import Tensor
 
 from agent_loop.config import Config
@@ -20,29 +18,24 @@ from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training import metrics as names
 from agent_loop.training.checkpoint import open_checkpoint, save_checkpoint
 from agent_loop.training.learner import load_learner
-from agent_loop.training.metrics import read_metrics
-from agent_loop.training.ppo_trainer import PPOTrainer
 from agent_loop.training.ranks import start_process_group
 from agent_loop.trajectory import AgentLoopOutput, Feedback, Trajectory
 from agent_loop.types import Origin
 from agent_loop.weights.adapted import AdaptedWeights
-from tests.training.fakes import PAD, FakeRollouts, sample_trajectories, tiny_policy, tiny_tokenizer
+from tests.training import runs
+from tests.training.fakes import PAD, sample_trajectories, tiny_policy, tiny_tokenizer
+from tests.training.runs import changed, lines_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 NUM_UPDATES = 8
-CASES: dict[str, dict[str, Any]] = {
+CASES: dict[str, dict[str, dict[str, Any]]] = {
     "grpo": {"actor": {"ppo_mini_batches": 2, "kl_loss_coef": 0.1, "max_tokens_per_micro_batch": 60}},
     "gae": {
         "algorithm": {"adv_estimator": "gae"},
         "actor": {"gradient_checkpointing": True, "old_log_probs": "recompute"},
     },
-    "tree": {
-        "actor": {
-            "gradient_checkpointing": True,
-            "max_tokens_per_micro_batch": 60,
-        }
-    },
+    "tree": {"actor": {"gradient_checkpointing": True, "max_tokens_per_micro_batch": 60}},
     "sources": {
         "algorithm": {
             "turn_reward_weight": 0.5,
@@ -59,17 +52,15 @@ TOLERANCE = 1e-5
 
 
 def settings(folder: Path, case: str, *, num_processes: int) -> Config:
-    sections = CASES[case]
-    return Config.model_validate(
-        {
-            "algorithm": sections.get("algorithm", {}),
-            "model": {"path": str(folder / "policy"), "device": "cpu", **sections.get("model", {})},
-            "actor": {"lr": 1e-3, "warmup_steps": 3, **sections.get("actor", {})},
-            "critic": {"lr": 1e-3, **sections.get("critic", {})},
-            "rollout": sections.get("rollout", {}),
-            "trainer": {"num_processes": num_processes},
-        }
-    )
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"path": str(folder), "device": "cpu"},
+        "actor": {"lr": 1e-3, "warmup_steps": 3},
+        "critic": {"lr": 1e-3},
+        "trainer": {"num_processes": num_processes},
+    }
+    for section, values in CASES[case].items():
+        sections[section] = sections.get(section, {}) | values
+    return Config.model_validate(sections)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +76,18 @@ class Outcome:
 
 @cache
 def batch_of(update: int) -> RolloutBatch:
-    return assemble(
-        [with_fields(t) for t in sample_trajectories(tiny_policy(), seed=update)], pad_token_id=PAD
-    )
+    trajectories = sample_trajectories(tiny_policy(), seed=update)
+    return assemble([with_fields(trajectory) for trajectory in trajectories], pad_token_id=PAD)
 
 
 def with_fields(trajectory: Trajectory) -> Trajectory:
     """Return the trajectory of a game, with a data source, a part of the reward, and feedback on its first turn."""
-    output, rollout = trajectory.output, trajectory.rollout
-    feedback = Feedback(
-        Origin.TOOL, place=len(output.segments[1]) - 1, reward=rollout / 5, extra={"state": rollout % 2}
-    )
+    segments, rollout = trajectory.output.segments, trajectory.rollout
+    place = len(segments[1]) - 1
+    feedback = Feedback(Origin.TOOL, place=place, reward=rollout / 5, extra={"state": rollout % 2})
     return structs.replace(
         trajectory,
-        output=AgentLoopOutput(
-            segments=output.segments, feedback=[feedback], extra_fields={"seat": rollout % 2}
-        ),
+        output=AgentLoopOutput(segments=segments, feedback=[feedback], extra_fields={"seat": rollout % 2}),
         row={**trajectory.row, "data_source": ["a", "b", None][trajectory.group % 3]},
         reward_extra={"part": rollout % 3},
     )
@@ -118,12 +105,7 @@ async def train(config: Config, run_dir: Path, *, resume_from: Path | None = Non
         for number in range(middle if resume_from else 0, NUM_UPDATES):
             if number == middle and checkpoint is None:
                 checkpoint = save_checkpoint(
-                    run_dir,
-                    step=number,
-                    learner=learner,
-                    tokenizer=tiny_tokenizer(),
-                    config={},
-                    keep=1,
+                    run_dir, step=number, learner=learner, tokenizer=tiny_tokenizer(), config={}, keep=1
                 )
             metrics.append(learner.learn(batch_of(number)))
         next(iter(learner.weights()))  # A reader that stops early.
@@ -132,13 +114,6 @@ async def train(config: Config, run_dir: Path, *, resume_from: Path | None = Non
     assert checkpoint is not None
     base_ids = [each.base_id for each in published if isinstance(each, AdaptedWeights)]
     return Outcome(metrics, weights, checkpoint, base_ids)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("process_group")
-    tiny_policy().save_pretrained(folder / "policy")
-    return folder
 
 
 def assert_same(ours: Outcome, expected: Outcome) -> None:
@@ -150,14 +125,15 @@ def assert_same(ours: Outcome, expected: Outcome) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_match_one_and_checkpoints_can_be_exchanged(folder: Path, case: str) -> None:
-    one, two = (settings(folder, case, num_processes=number) for number in (1, 2))
+def test_two_processes_match_one_and_checkpoints_can_be_exchanged(
+    policy_folder: Path, tmp_path: Path, case: str
+) -> None:
+    one, two = (settings(policy_folder, case, num_processes=number) for number in (1, 2))
 
     def run(config: Config, name: str, resume_from: Path | None = None) -> Outcome:
-        return asyncio.run(train(config, folder / f"{case}-{name}", resume_from=resume_from))
+        return asyncio.run(train(config, tmp_path / name, resume_from=resume_from))
 
     alone, together = run(one, "1"), run(two, "2")
-
     assert len(together.metrics) == NUM_UPDATES
     assert together.metrics[-1][names.GRAD_NORM] > 0
     assert len(together.base_ids) == 2 * (case == "lora")
@@ -170,21 +146,13 @@ def test_two_processes_match_one_and_checkpoints_can_be_exchanged(folder: Path, 
 def test_a_run_in_two_processes_has_the_losses_of_one(config: Config) -> None:
     def losses(num_processes: int) -> list[float]:
         run_dir = f"{config.trainer.run_dir}-{num_processes}"
-        changes = {"num_processes": num_processes, "total_steps": 4, "save_every": None, "run_dir": run_dir}
-        settings = config.model_copy(
-            update={
-                "trainer": config.trainer.model_copy(update=changes),
-                "actor": config.actor.model_copy(update={"lr": 3e-4}),
-            }
+        settings = changed(
+            config, "trainer", num_processes=num_processes, total_steps=4, save_every=None, run_dir=run_dir
         )
-        rollouts = FakeRollouts(tiny_policy())
-        trainer = PPOTrainer(settings, manager=rollouts, console=Console(file=io.StringIO()))
-        result = asyncio.run(trainer.fit())
-        lines = read_metrics(result.run_dir / "metrics.jsonl")
-        return [line.get(names.LOSS, 0.0) for line in lines]  # There is no loss if no group has variance.
+        result = runs.train(changed(settings, "actor", lr=3e-4))
+        return [line.get(names.LOSS, 0.0) for line in lines_of(result)]  # no loss if no group has variance
 
     alone = losses(1)
-
     assert len(alone) == 4
     assert sum(loss != 0 for loss in alone) > 1
     assert losses(2) == pytest.approx(alone, abs=1e-5)

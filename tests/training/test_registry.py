@@ -12,34 +12,33 @@ from torch import Tensor
 
 from agent_loop.config import ActorConfig, AlgorithmConfig, Config
 from agent_loop.errors import AlgorithmError, ConfigError
-from agent_loop.registries import FunctionRegistry
-from agent_loop.rollout.batch import RolloutBatch, assemble
+from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import Advantages, Rewards, TokenLoss, advantage_estimator, policy_loss
 from agent_loop.training.actor import Actor
 from agent_loop.training.advantages.estimate import estimate_advantages, estimator_needs, load_estimator
 from agent_loop.training.advantages.rewards import collect_rewards
 from agent_loop.training.ppo_trainer import PPOTrainer
 from agent_loop.training.registry import ESTIMATORS, POLICY_LOSSES
-from tests.training.fakes import PAD, FakeRollouts, sample_trajectories, tiny_policy
+from tests.training.fakes import FakeRollouts, sampled_batch, tiny_policy
 
 
 @pytest.fixture(scope="module")
 def batch() -> RolloutBatch:
-    return assemble(sample_trajectories(tiny_policy(), num_groups=2, n=3), pad_token_id=PAD)
+    return sampled_batch(num_groups=2, n=3)
 
 
 @pytest.fixture(autouse=True)
 def registrations_of_this_test() -> Iterator[None]:
-    stores = [store for registry in (ESTIMATORS, POLICY_LOSSES) for store in stores_of(registry)]
+    stores: list[dict[Any, Any]] = [
+        store
+        for registry in (ESTIMATORS, POLICY_LOSSES)
+        for store in (registry._functions, registry._options)  # pyright: ignore[reportPrivateUsage]
+    ]
     before = [dict(store) for store in stores]
     yield
     for store, entries in zip(stores, before, strict=True):
         store.clear()
         store.update(entries)
-
-
-def stores_of(registry: FunctionRegistry) -> list[dict[Any, Any]]:
-    return [registry._functions, registry._options]  # pyright: ignore[reportPrivateUsage]
 
 
 def estimate(batch: RolloutBatch, name: str, **inputs: Tensor) -> Tensor:
@@ -51,11 +50,6 @@ def estimate(batch: RolloutBatch, name: str, **inputs: Tensor) -> Tensor:
 def update(batch: RolloutBatch, name: str) -> dict[str, float]:
     actor = Actor(tiny_policy(), config=ActorConfig(lr=1e-3, policy_loss=name))
     return actor.update(batch, advantages_BR=torch.linspace(-1, 1, len(batch))[:, None])
-
-
-def with_estimator(returned: Any) -> str:
-    advantage_estimator("mine")(lambda rewards, *, config: returned)
-    return "mine"
 
 
 def test_a_registered_estimator_and_the_same_function_in_a_file_agree(
@@ -74,64 +68,59 @@ def test_a_registered_estimator_and_the_same_function_in_a_file_agree(
     assert from_file[:, 0] == pytest.approx((batch["reward"] - batch["reward"].mean()).float())
 
 
-def test_a_class_is_constructed_and_its_instance_called(batch: RolloutBatch) -> None:
-    @advantage_estimator("of_a_class")
-    class Doubled:  # pyright: ignore[reportUnusedClass]
-        def __init__(self) -> None:
-            self.factor = 2.0
-
-        def __call__(self, rewards: Rewards, *, config: AlgorithmConfig) -> Tensor:
-            return self.factor * rewards.per_row()
-
-    assert estimate(batch, "of_a_class")[:, 0] == pytest.approx(2 * batch["reward"])
-
-
-def test_an_estimator_gets_the_inputs_that_its_decorator_declares(batch: RolloutBatch) -> None:
+def test_a_class_is_constructed_and_gets_the_inputs_that_its_decorator_declares(batch: RolloutBatch) -> None:
     @advantage_estimator(
         "with_everything", compares_in_group=True, needs_critic=True, needs_greedy_rollouts=True
     )
-    def everything(  # pyright: ignore[reportUnusedFunction]
-        rewards: Rewards, *, config: AlgorithmConfig, values_BR: Tensor, baselines_B: Tensor
-    ) -> Advantages:
-        return Advantages(rewards.per_row() - baselines_B, returns_BR=values_BR + 1)
+    class Everything:  # pyright: ignore[reportUnusedClass]
+        def __init__(self) -> None:
+            self.factor = 2.0
+
+        def __call__(
+            self, rewards: Rewards, *, config: AlgorithmConfig, values_BR: Tensor, baselines_B: Tensor
+        ) -> Advantages:
+            return Advantages(self.factor * rewards.per_row() - baselines_B, returns_BR=values_BR + 1)
 
     needs = estimator_needs("with_everything")
     assert (needs.groups, needs.critic, needs.greedy_rollouts) == (True, True, True)
     zeros_BR, baselines_B = torch.zeros(batch["responses"].shape), torch.ones(len(batch))
     found = estimate(batch, "with_everything", values_BR=zeros_BR, baselines_B=baselines_B)
-    assert found[:, 0] == pytest.approx(batch["reward"] - 1)
+    assert found[:, 0] == pytest.approx(2 * batch["reward"] - 1)
+
+
+def raises(*args: Any, **_: Any) -> Tensor:
+    raise ValueError("no rewards today")
+
+
+def returning(value: Any) -> Any:
+    return lambda rewards, *, config: value
 
 
 @pytest.mark.parametrize(
-    ("returned", "complaint"),
+    ("estimator", "complaint"),
     [
-        (None, "mine returned None as advantages; return a tensor of shape"),
-        (torch.zeros(2), r"mine returned advantages of shape \[2\]; return a tensor of shape \[6\] or \[6, "),
-        (torch.full((6,), torch.nan), "mine returned nan as the advantage of row 0, token 0"),
-        (torch.full((6,), torch.inf), "mine returned inf as the advantage"),
+        (returning(None), " returned None as advantages; return a tensor of shape"),
+        (returning(torch.zeros(2)), r" returned advantages of shape \[2\]; return a .* \[6\] or \[6, "),
+        (returning(torch.full((6,), torch.nan)), " returned nan as the advantage of row 0, token 0"),
+        (returning(torch.full((6,), torch.inf)), " returned inf as the advantage"),
         (
-            Advantages(torch.zeros(6), has_signal_B=torch.ones(2)),
-            r"mine returned has_signal_B of shape \[2\]",
+            returning(Advantages(torch.zeros(6), has_signal_B=torch.ones(2))),
+            r" returned has_signal_B of shape \[2\]",
         ),
+        (raises, r" raised ValueError: no rewards today \(.*test_registry\.py, line"),
     ],
 )
 def test_a_bad_result_of_an_estimator_is_an_error_that_names_it(
-    batch: RolloutBatch, returned: Any, complaint: str
+    batch: RolloutBatch, estimator: Any, complaint: str
 ) -> None:
-    with pytest.raises(AlgorithmError, match=rf"algorithm\.adv_estimator={complaint}"):
-        estimate(batch, with_estimator(returned))
-
-
-def test_an_exception_in_an_estimator_names_the_estimator_and_the_line(batch: RolloutBatch) -> None:
-    @advantage_estimator("mine")
-    def broken(rewards: Rewards, *, config: AlgorithmConfig) -> Tensor:  # pyright: ignore[reportUnusedFunction]
-        raise ValueError("no rewards today")
-
-    with pytest.raises(
-        AlgorithmError,
-        match=r"adv_estimator=mine raised ValueError: no rewards today \(.*test_registry\.py, line",
-    ):
+    advantage_estimator("mine")(estimator)
+    with pytest.raises(AlgorithmError, match=rf"algorithm\.adv_estimator=mine{complaint}"):
         estimate(batch, "mine")
+
+
+def start(**sections: dict[str, Any]) -> None:
+    config = Config.model_validate(sections)
+    PPOTrainer(config, manager=FakeRollouts()).fit().send(None)
 
 
 @pytest.mark.parametrize(
@@ -149,9 +138,8 @@ def test_an_estimator_that_cannot_be_called_is_refused_before_anything_is_loaded
 ) -> None:
     file = tmp_path / "mine.py"
     file.write_text(source)
-    config = Config.model_validate({"algorithm": {"adv_estimator": f"{file}:f"}})
     with pytest.raises(ConfigError, match=rf"(?s)algorithm\.adv_estimator.*{complaint}"):
-        PPOTrainer(config, manager=FakeRollouts(tiny_policy())).fit().send(None)
+        start(algorithm={"adv_estimator": f"{file}:f"})
 
 
 @pytest.mark.parametrize(
@@ -162,9 +150,8 @@ def test_an_estimator_that_cannot_be_called_is_refused_before_anything_is_loaded
     ],
 )
 def test_an_unknown_name_is_refused_with_the_names_that_exist(section: str, key: str, complaint: str) -> None:
-    config = Config.model_validate({section: {key: "gea"}})
     with pytest.raises(ConfigError, match=rf"{section}\.{key} is 'gea': {complaint}"):
-        PPOTrainer(config, manager=FakeRollouts(tiny_policy())).fit().send(None)
+        start(**{section: {key: "gea"}})
 
 
 LOSSES = """
@@ -187,10 +174,6 @@ def test_a_loss_from_a_file_trains_and_logs_its_metrics(batch: RolloutBatch, tmp
     assert update(batch, "reinforce") == metrics
 
 
-def zeros_like_tokens(logprobs_BT: Tensor, **_: Any) -> Tensor:
-    return torch.zeros_like(logprobs_BT)
-
-
 @pytest.mark.parametrize(
     ("loss", "complaint"),
     [
@@ -200,7 +183,7 @@ def zeros_like_tokens(logprobs_BT: Tensor, **_: Any) -> Tensor:
         ),
         (lambda logprobs_BT, **_: 0.0, "returned 0.0 .* as a loss"),
         (lambda logprobs_BT, **_: logprobs_BT * torch.nan, "returned a loss that is not finite at"),
-        (zeros_like_tokens, "returned a loss without a gradient"),
+        (lambda logprobs_BT, **_: torch.zeros_like(logprobs_BT), "returned a loss without a gradient"),
         (
             lambda logprobs_BT, **_: TokenLoss(logprobs_BT, {"loss": logprobs_BT}),
             "returned the metric 'loss', which the actor computes",

@@ -1,4 +1,4 @@
-"""Receivers in other processes, controlled over a socket."""
+"""Weights with adapters, and receivers in other processes, controlled over a socket."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from agent_loop.errors import WeightsError
+from agent_loop.weights.adapted import AdaptedWeights, Factors
+from agent_loop.weights.handle import WeightHandle
 from agent_loop.weights.receiver import WeightReceiver
 
 ROOT = Path(__file__).parent.parent.parent
@@ -41,6 +43,39 @@ def data_of(tensor: Tensor) -> bytes:
 def blocks(pid: int | None = None) -> set[str]:
     """Return the names of the blocks of weights that a process has in shared memory. None is this process."""
     return {path.name for path in SHARED_MEMORY.glob(f"agent-loop-weights-{pid or os.getpid()}-*")}
+
+
+def block_names(handle: WeightHandle) -> list[str]:
+    """Return the names of the blocks of an offer in shared memory."""
+    return [name for name, _ in handle.source["blocks"]]
+
+
+SIZE = 512
+ADAPTED = ("layers.0.up", "layers.1.up")
+
+
+def base_weights(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"embedding": (100, SIZE), ADAPTED[0]: (SIZE, SIZE), "norm": (SIZE,), ADAPTED[1]: (700, SIZE)}
+    return {
+        name: torch.randn(shape, generator=generator).to(torch.float32 if name == "norm" else torch.bfloat16)
+        for name, shape in shapes.items()
+    }
+
+
+def adapted_of(
+    base: dict[str, Tensor], *, version: int, base_id: str = "first", rank: int = 4
+) -> AdaptedWeights:
+    """Return the adapted weights of an update. The factors depend on the version."""
+    generator = torch.Generator().manual_seed(version)
+    factors = {
+        name: Factors(
+            torch.randn(len(base[name]), rank, generator=generator),
+            torch.randn(rank, base[name].shape[1], generator=generator),
+        )
+        for name in ADAPTED
+    }
+    return AdaptedWeights(base, base_id=base_id, factors=factors)
 
 
 @dataclass(slots=True)

@@ -14,15 +14,10 @@ from agent_loop.weights.adapted import AdaptedWeights, Factors
 from agent_loop.weights.handle import Transport, WeightHandle
 from agent_loop.weights.receiver import WeightReceiver
 from agent_loop.weights.sender import WeightSender
-from tests.weights.adapting import ADAPTED, adapted_of, base_weights
-from tests.weights.receiving import Receiver, blocks, flat
+from tests.weights.receiving import ADAPTED, Receiver, adapted_of, base_weights, block_names, blocks, flat
 
 SHARED_OFFERS: tuple[Transport, ...] = ("shared_memory", "disk")
 """Transports whose offers any receiver can read while they are open."""
-
-
-def block_names(handle: WeightHandle) -> set[str]:
-    return {name for name, _ in handle.source["blocks"]}
 
 
 def num_bytes(handle: WeightHandle) -> int:
@@ -96,7 +91,7 @@ def test_a_new_base_replaces_the_old_one_and_frees_its_memory() -> None:
         with sender.offer(adapted_of(first, version=1), weight_version=1) as handle:
             receiver.receive(handle)
             assert handle.base is not None
-            former = block_names(handle.base)
+            former = set(block_names(handle.base))
         assert former < blocks()
         weights = adapted_of(second, version=2, base_id="second")
         with sender.offer(weights, weight_version=2) as handle:
