@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
+import shlex
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ import agent_loop.api
 import agent_loop.checks
 import agent_loop.training
 from agent_loop.cli import app
-from agent_loop.config import Config
+from agent_loop.config import Config, load_config
 from agent_loop.config.verl.translation import row_of
 from agent_loop.storage.schema import METADATA
 
@@ -36,27 +37,10 @@ COMMANDS: Any = typer.main.get_command(app)
 SECTIONS = "|".join(Config.model_fields)
 VERL_CONSTANTS = {"rollout.calculate_log_probs"}
 """Settings of verl that a loop can read, but that nobody can set."""
-CLEAR_BY_NAME = {
-    "betas",
-    "custom_async_server",
-    "device",
-    "entropy_coeff",
-    "keep_checkpoints",
-    "lr",
-    "max_assistant_turns",
-    "max_ratio",
-    "num_cpus_per_server",
-    "num_servers",
-    "num_workers",
-    "seed",
-    "shuffle",
-    "temperature",
-    "top_k",
-    "top_p",
-    "trust_remote_code",
-    "val_before_train",
-    "weight_decay",
-}
+CLEAR = """
+    betas custom_async_server device entropy_coeff keep_checkpoints lr max_assistant_turns max_ratio num_cpus_per_server
+    num_servers num_workers seed shuffle temperature top_k top_p trust_remote_code val_before_train weight_decay
+"""
 """Settings without a description."""
 METRIC_SECTIONS = "actor|critic|reward|rollout|perf|storage|time|timing_s|tools|val"
 
@@ -119,10 +103,11 @@ def is_setting(dotted: str) -> bool:
     return True
 
 
-def command_names(group: Any = COMMANDS, prefix: str = "") -> Iterator[str]:
+def commands(group: Any = COMMANDS, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the name and the command of each command and group of commands."""
     for name, command in group.commands.items():
-        yield prefix + name
-        yield from command_names(command, f"{prefix}{name} ") if hasattr(command, "commands") else ()
+        yield prefix + name, command
+        yield from commands(command, f"{prefix}{name} ") if hasattr(command, "commands") else ()
 
 
 @pytest.mark.parametrize("name", ["generate_reference", "generate_metrics"])
@@ -135,7 +120,7 @@ def test_every_setting_is_documented_or_clear_by_its_name() -> None:
     table = load_generator("generate_reference").render()
     settings = re.findall(r"^\| `([\w.]+)` \| [^|]* \|(.*)\|$", table, flags=re.MULTILINE)
     assert len(settings) > 200
-    assert {key.rpartition(".")[2] for key, text in settings if not text.strip()} <= CLEAR_BY_NAME
+    assert {key.rpartition(".")[2] for key, text in settings if not text.strip()} <= set(CLEAR.split())
 
 
 def test_the_diagrams_are_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +147,7 @@ def wrong_names(page: Path) -> Iterator[str]:
     prefixes = tuple(
         name for name in metrics if name.endswith(("/", "_")) and name not in ("actor/", "time/")
     )
-    commands = set(command_names())
+    names = dict(commands())
     for span in code_spans(page):
         is_file = re.fullmatch(r"[\w.-]+(/[\w.-]+)+\.(py|md|sh)", span)
         if is_file and not any((folder / span).exists() for folder in (ROOT, PACKAGE, page.parent)):
@@ -173,7 +158,7 @@ def wrong_names(page: Path) -> Iterator[str]:
         if is_metric and span not in metrics and not span.startswith(prefixes):
             yield span
         command = re.match(r"agent-loop ((?:check [a-z]+)|[a-z][a-z-]*)", span)
-        if command and command[1] not in commands:
+        if command and command[1] not in names:
             yield span
 
 
@@ -211,3 +196,31 @@ def test_the_architecture_lists_the_layers_and_every_package() -> None:
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     rooms = page.partition("## Rooms")[2].partition("\n## ")[0]
     assert packages <= set(re.findall(r"`(\w+)`", rooms))
+
+
+def printed_commands() -> Iterator[tuple[str, str]]:
+    """Yield the commands in `--help` and in blocks of pages, with their places."""
+    for name, command in commands():
+        for line in re.findall(r"^\s*(agent-loop \S.*)$", command.help or "", flags=re.MULTILINE):
+            yield f"{name} --help", line
+    for page in PAGES:
+        for block in re.findall(r"```(?:bash|sh)\n(.*?)```", text_of(page), flags=re.DOTALL):
+            for line in re.findall(r"^(agent-loop \S.*)$", block.replace("\\\n", " "), flags=re.MULTILINE):
+                yield str(page.relative_to(ROOT)), line
+
+
+@pytest.mark.parametrize(("where", "line"), list(printed_commands()))
+def test_a_printed_command_has_the_options_and_settings_that_it_uses(where: str, line: str) -> None:
+    line = re.split(r" \| | > | && |; ", line)[0]
+    _, name, *arguments = shlex.split(line, comments=True)
+    if "--help" in arguments:
+        return
+    if hasattr(COMMANDS.commands[name], "commands"):
+        if not arguments and COMMANDS.commands[name].invoke_without_command:
+            return
+        name = f"{name} {arguments.pop(0)}"
+    # (raises a usage error if an option does not exist)
+    dict(commands())[name].make_context(name, arguments)
+    if name != "check sandbox":
+        settings = [each for each in arguments if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+=.*", each)]
+        load_config(overrides=[setting for setting in settings if "..." not in setting])

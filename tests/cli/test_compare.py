@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.project import make_project, run
+from tests.cli.project import run
 from tests.run_folders import write_rewards, write_run
 
 
@@ -82,14 +81,16 @@ def test_json_has_the_printed_numbers() -> None:
     assert [point["step"] for point in metric["curve"]] == [1, 11, 20]
 
 
-def test_groups_with_other_seeds_are_not_paired() -> None:
+def test_groups_with_other_seeds_are_not_paired_and_steps_that_a_run_lacks_are_left_out() -> None:
     for seed in range(2):
         write_rewards(Path(f"runs/a-{seed}"), seed=seed, rewards=[float(seed)])
         write_rewards(Path(f"runs/b-{seed}"), seed=seed + 1, rewards=[seed + 5.0])
     text = run("compare", "runs/a-*", "runs/b-*").output
     assert "B - A is not paired: the seeds of the groups differ." in text
-    # 4.3027 * sqrt(0.5)
-    assert "+5.000 (+1.958 .. +8.042)" in text
+    assert "+5.000 (+1.958 .. +8.042)" in text  # 4.3027 * sqrt(0.5)
+    write_rewards(Path("more/c-0"), seed=0, rewards=[0.5, 0.5, 0.5])
+    write_rewards(Path("more/c-1"), seed=1, rewards=[0.5, None])
+    assert "reward/mean: 1 step; left out: 2 without a value in more/c-1" in run("compare", "more").output
 
 
 def test_one_run_has_no_interval_and_the_output_says_so() -> None:
@@ -99,24 +100,3 @@ def test_one_run_has_no_interval_and_the_output_says_so() -> None:
     assert "There is no interval for A and B: one run does not show a spread." in text
     assert "B - A +0.250" in lines_of(text)
     assert "paired" not in text
-
-
-def test_steps_that_a_run_lacks_are_left_out_and_the_output_names_the_run() -> None:
-    write_rewards(Path("runs/a-0"), seed=0, rewards=[0.5, 0.5, 0.5])
-    write_rewards(Path("runs/a-1"), seed=1, rewards=[0.5, None])
-    text = run("compare", "runs").output
-    assert "reward/mean: 1 step; left out: 2 without a value in runs/a-1" in text
-
-
-def test_a_trained_run_is_compared_with_a_copy_of_itself(tmp_path: Path) -> None:
-    config = str(make_project(tmp_path))
-    settings = ("trainer.run_dir=a", "trainer.seed=3", "trainer.total_steps=2", "trainer.val_every=2")
-    run("train", config, *settings)
-    shutil.copytree("a", "b")
-    found = numbers("a", "b")
-    assert [each["seed"] for group in found["groups"] for each in group["runs"]] == [3, 3]
-    steps = {metric["metric"]: metric["num_steps"] for metric in found["metrics"]}
-    assert steps == {"reward/mean": 2, "reward/success_share": 2, "val/reward/mean": 1, "val/pass@1": 1}
-    for metric in found["metrics"]:
-        (difference,) = metric["last"]["differences"]
-        assert difference == {"value": 0.0, "low": None, "high": None}

@@ -11,10 +11,8 @@ from agent_loop.config import Config, load_config
 from agent_loop.integrations import verl
 from agent_loop.integrations.verl import AgentLoopBase, AgentLoopOutput, register
 from agent_loop.servers.scripted import ScriptedServer
-from agent_loop.types import Origin
-from tests.compat import langgraph_code
 from tests.compat.harness import CONFIG, row, run
-from tests.helpers import hermes_template, text_reply, tool_call_reply
+from tests.helpers import hermes_template
 
 IMPORTABLE = """
     AgentData AgentLoopBase AgentLoopManager AgentLoopMetrics AgentLoopOutput AgentLoopWorker AgentState
@@ -65,8 +63,6 @@ async def test_trajectory_info_numbers_the_samples_of_each_prompt() -> None:
     assert [(each["sample_index"], each["rollout_n"]) for each in info] == [(7, 0), (7, 1), (8, 0), (7, 2)]
     assert info[0] == {"step": 3, "sample_index": 7, "rollout_n": 0, "validate": False}
 
-
-assert langgraph_code
 
 OVERRIDES = [
     "model.path=models/Qwen/Qwen3-0.6B",
@@ -170,16 +166,3 @@ def test_constructors_of_later_versions_receive_further_arguments(config: Config
 def test_the_model_path_defaults_to_the_tokenizers_path() -> None:
     path = read_by_a_loop(load_config(CONFIG)).config.actor_rollout_ref.model.path
     assert path == hermes_template().tokenizer.name_or_path
-
-
-def test_a_graph_with_a_chat_model_on_the_servers_runs(config: Config) -> None:
-    turns = [tool_call_reply("multiply", a=6, b=7), text_reply("It is 42.")]
-    [trajectory] = run(config, [row(agent_name="graph_agent")], *turns, settings=config)
-    output = trajectory.output
-    assert output.failure is None
-    assert [s.origin for s in output.response_segments] == [Origin.MODEL, Origin.TOOL, Origin.MODEL]
-    template = hermes_template()
-    assert "42" in template.decode(output.response_segments[1].token_ids)
-    assert template.decode(output.response_segments[2].token_ids).startswith("It is 42.")
-    assert output.extra_fields["model"] == "Qwen/Qwen3-0.6B"
-    assert output.num_turns == 4
