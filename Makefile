@@ -89,7 +89,7 @@ test-verl: $(VENV)-verl/.installed  ## Run rollouts inside verl's trainer, in an
 	$(VENV)-verl/bin/python -m pytest -m verl -W default $(RETRY) tests/verl
 
 test-containers: install-containers  ## Run the tests in containers of Podman; installs it with apt-get.
-	$(BIN)/python -m pytest -m containers $(RETRY) tests/environments/harbor tests/examples tests/workspaces
+	$(BIN)/python -m pytest -m containers $(RETRY) tests/environments/test_harbor.py tests/examples tests/workspaces
 
 offline: $(BIN)/python  ## Write build/offline: all that checks the package on a GPU without a network; see docs/gpu.md.
 	bash benchmarks/gpu/make_offline.sh $(BIN)/python

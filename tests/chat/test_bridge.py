@@ -65,16 +65,10 @@ def test_an_end_token_of_another_family_does_not_replace_the_next_role() -> None
     assert template.decode(ids) == "<|user|>\nmore<|assistant|>"
 
 
-@pytest.mark.parametrize(
-    ("last", "expected"),
-    [
-        ("<|call|>", '<|start|>add to=assistant<|message|>"4"<|end|><|start|>assistant'),
-        ("x", '<|call|><|start|>add to=assistant<|message|>"4"<|end|><|start|>assistant'),
-    ],
-)
-def test_the_token_that_ends_a_call_decides_where_the_bridge_begins(last: str, expected: str) -> None:
-    template = family(CALLS_END_OTHERWISE)
-    assert bridged(template, [tool_message("4", name="add")], last) == expected
+@pytest.mark.parametrize(("last", "end"), [("<|call|>", ""), ("x", "<|call|>")])
+def test_the_token_that_ends_a_call_decides_where_the_bridge_begins(last: str, end: str) -> None:
+    text = bridged(family(CALLS_END_OTHERWISE), [tool_message("4", name="add")], last)
+    assert text == end + '<|start|>add to=assistant<|message|>"4"<|end|><|start|>assistant'
 
 
 @pytest.mark.parametrize("last", ["<|return|>", "<|end|>", "<|call|>"])
@@ -125,9 +119,8 @@ def test_names_and_ids_of_calls_cannot_forge_control_tokens(template_text: str) 
 
 
 def test_messages_that_a_template_refuses_are_errors_when_they_are_rendered() -> None:
-    template = family(
-        "{{ raise_exception('no tools, please') if messages[-1].role == 'tool' }}" + ARGUMENTS_ARE_TEXT
-    )
+    refuses = "{{ raise_exception('no tools, please') if messages[-1].role == 'tool' }}"
+    template = family(refuses + ARGUMENTS_ARE_TEXT)
     assert template.decode(template.bridge(user("more"))).startswith("<|end|>")
     with pytest.raises(ChatTemplateError, match=r"'tool'.*no tools, please"):
         template.bridge([tool_message("4")])
@@ -175,18 +168,17 @@ def test_every_end_token_of_the_generation_config_ends_a_turn(tmp_path: Path) ->
     assert template.decode(ids).startswith("\n<|im_start|>user")
 
 
-def test_a_template_that_hides_the_assistant_turn_is_refused() -> None:
-    tokenizer = small_tokenizer().__class__(
-        tokenizer_object=small_tokenizer().backend_tokenizer, eos_token="<|im_end|>"
-    )
-    tokenizer.chat_template = "{{ messages[0].content }}"
-    with pytest.raises(ChatTemplateError, match="cannot be bridged"):
-        ChatTemplate(tokenizer)
-
-
-def test_a_tokenizer_without_template_is_refused() -> None:
-    tokenizer = small_tokenizer().__class__(tokenizer_object=small_tokenizer().backend_tokenizer)
-    with pytest.raises(ChatTemplateError, match=r"model\.chat_template_path"):
+@pytest.mark.parametrize(
+    ("chat_template", "message"),
+    [("{{ messages[0].content }}", "cannot be bridged"), (None, r"model\.chat_template_path")],
+)
+def test_a_tokenizer_whose_template_is_missing_or_hides_the_assistant_is_refused(
+    chat_template: str | None, message: str
+) -> None:
+    backend = small_tokenizer().backend_tokenizer
+    tokenizer = small_tokenizer().__class__(tokenizer_object=backend, eos_token="<|im_end|>")
+    tokenizer.chat_template = chat_template
+    with pytest.raises(ChatTemplateError, match=message):
         ChatTemplate(tokenizer)
 
 
@@ -220,14 +212,9 @@ def texts(template: ChatTemplate, messages: list[Message], origin: Origin, **opt
 
 
 def test_the_tokens_are_those_of_the_rollout_that_recorded_the_messages() -> None:
-    output = (
-        WorkerHarness([tool_call_reply("add", a=1, b=2), text_reply("It is 3.")], tools=[Adder()])
-        .run_one()
-        .output
-    )
-
+    script = [tool_call_reply("add", a=1, b=2), text_reply("It is 3.")]
+    output = WorkerHarness(script, tools=[Adder()]).run_one().output
     runs = encode_conversation(hermes_template(), list(output.messages), tools=output.tool_schemas)
-
     assert [run.origin for run in runs] == [segment.origin for segment in output.segments]
     for run, segment in zip(runs, output.segments, strict=True):
         assert run.token_ids.tolist() == segment.token_ids.tolist()
@@ -236,16 +223,13 @@ def test_the_tokens_are_those_of_the_rollout_that_recorded_the_messages() -> Non
 def test_control_tokens_in_texts_are_not_forged() -> None:
     template = hermes_template()
     messages = [*user("<|im_end|>"), {"role": "assistant", "content": "a<|im_end|>b"}]
-
     [said] = [run for run in encode_conversation(template, messages) if run.origin is Origin.MODEL]
-
     assert template.decode(said.token_ids) == "a<|im_end|>b<|im_end|>"
     assert sum(int(token_id) in template.end_ids for token_id in said.token_ids) == 1
 
 
 def test_messages_after_the_last_turn_are_left_out() -> None:
     messages = [*user("hi"), {"role": "assistant", "content": "yes"}, *user("bye")]
-
     assert texts(hermes_template(), messages, Origin.MODEL) == ["yes<|im_end|>"]
     assert texts(hermes_template(), messages, Origin.INTERACTION) == []
 
@@ -253,17 +237,14 @@ def test_messages_after_the_last_turn_are_left_out() -> None:
 def test_a_turn_without_an_end_token_stops_at_the_next_role() -> None:
     template = family(NEXT_ROLE_ENDS_THE_TURN)
     messages = [*user("hi"), {"role": "assistant", "content": "yes"}]
-
     assert texts(template, messages, Origin.MODEL) == ["\nyes<|user|>"]
 
 
 def test_reasoning_that_the_generation_prompt_opens_must_be_in_the_message() -> None:
     template = family(OPENS_REASONING)
     said = {"role": "assistant", "content": "yes"}
-
-    assert texts(template, [*user("hi"), {**said, "reasoning_content": "hm"}], Origin.MODEL) == [
-        "hm\n</think>\nyes<|im_end|>"
-    ]
+    reasoned = [*user("hi"), {**said, "reasoning_content": "hm"}]
+    assert texts(template, reasoned, Origin.MODEL) == ["hm\n</think>\nyes<|im_end|>"]
     with pytest.raises(ChatTemplateError, match=r"without the end of its generation prompt, '<think>\\n'"):
         encode_conversation(template, [*user("hi"), said])
 
@@ -274,7 +255,7 @@ def test_reasoning_that_the_generation_prompt_opens_must_be_in_the_message() -> 
         (user("hi"), "has no assistant message"),
         ([{"role": "assistant", "content": "yes"}], "begins with an assistant message"),
         (
-            [*user("hi"), {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}],
+            [*user("hi"), *[{"role": "assistant", "content": "a"}] * 2],
             "messages 1 and 2 are both of the assistant",
         ),
     ],

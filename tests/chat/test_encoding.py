@@ -18,15 +18,7 @@ from agent_loop.chat.byte_level import MAX_CHARACTERS, OtherTokenizer, TiktokenE
 from agent_loop.chat.detokenizer import StopTextMatcher, StreamDetokenizer
 from agent_loop.chat.encoding import MASK_OPEN, ControlledEncoder
 from agent_loop.errors import ConfigError
-from tests.chat.byte_level import (
-    CONTROLS,
-    PATTERNS,
-    TEXTS,
-    like,
-    split_by,
-    trained,
-    untrained,
-)
+from tests.chat.byte_level import CONTROLS, PATTERNS, TEXTS, like, split_by, trained, untrained
 from tests.harness import examples, is_nightly
 from tests.helpers import small_tokenizer
 
@@ -39,17 +31,13 @@ SENTENCEPIECE_CONTROLS = [
     "<tool_call>",
     "</tool_call>",
 ]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+CHARACTERS = "\u2581abcdefghinostul<>|[]/_"
 
 
 def metaspace_bpe() -> Tokenizer:
     """Return a tokenizer like Llama 2's: byte fallback, control tokens in the vocabulary, a space before the text."""
-    pieces = [
-        "<unk>",
-        *SENTENCEPIECE_CONTROLS,
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "\u2581",
-        *"abcdefghinostul<>|[]/_",
-    ]
+    pieces = ["<unk>", *SENTENCEPIECE_CONTROLS, *BYTES, *CHARACTERS]
     vocab = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
     model = models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>", fuse_unk=True, ignore_merges=True)
     tokenizer = Tokenizer(model)
@@ -63,9 +51,8 @@ def metaspace_bpe() -> Tokenizer:
 
 def unigram() -> Tokenizer:
     """Return a tokenizer whose control tokens have the best scores, as in sentencepiece models."""
-    pieces = [("<unk>", 0.0), *((text, 0.0) for text in SENTENCEPIECE_CONTROLS)]
-    pieces += [(f"<0x{byte:02X}>", -9.0) for byte in range(256)]
-    pieces += [(char, -5.0) for char in "\u2581abcdefghinostul<>|[]/_"]
+    pieces = [(text, 0.0) for text in ("<unk>", *SENTENCEPIECE_CONTROLS)]
+    pieces += [*((byte, -9.0) for byte in BYTES), *((character, -5.0) for character in CHARACTERS)]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     tokenizer.decoder = decoders.Sequence(
@@ -85,17 +72,17 @@ def lower_case() -> Tokenizer:
 
 @cache
 def encoder_of(kind: str) -> ControlledEncoder:
-    makers = {
-        "byte-level": lambda: like("gpt2"),
-        "byte-level, whole words first": lambda: like("llama3"),
-        "metaspace": metaspace_bpe,
-        "unigram": unigram,
-        "lower case": lower_case,
-    }
-    return ControlledEncoder(makers[kind]())
+    return ControlledEncoder(KINDS_OF_TOKENIZERS[kind]())
 
 
-KINDS = ["byte-level", "byte-level, whole words first", "metaspace", "unigram", "lower case"]
+KINDS_OF_TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
+    "byte-level": lambda: like("gpt2"),
+    "byte-level, whole words first": lambda: like("llama3"),
+    "metaspace": metaspace_bpe,
+    "unigram": unigram,
+    "lower case": lower_case,
+}
+KINDS = list(KINDS_OF_TOKENIZERS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -140,22 +127,8 @@ def test_unmasking_restores_the_text_without_control_tokens(text: str) -> None:
 
 
 FAMILIES = list(PATTERNS)
-PIECES = [
-    *CONTROLS,
-    *TEXTS,
-    "<|im_",
-    "<",
-    "'s",
-    "'LL",
-    "'\u017f",
-    "  ",
-    "\n\n",
-    "\r\n",
-    "\u0301",
-    "é",
-    "12",
-    "a",
-]
+PIECES = [*CONTROLS, *TEXTS, "<|im_", "<", "'s", "'LL", "'\u017f", "  ", "\n\n", "\r\n", "\u0301"]
+PIECES += ["é", "12", "a"]
 texts = st.text() | st.lists(st.sampled_from(PIECES) | st.text(max_size=4)).map("".join)
 
 

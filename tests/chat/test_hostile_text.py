@@ -64,24 +64,17 @@ def test_no_field_of_an_untrusted_message_forges_control_tokens(chat_template: s
 
 def echoed(text: str, *, field: str) -> list[dict[str, Any]]:
     """Return a conversation in which one field of the assistant's message is the text."""
-    values: dict[str, Any] = dict.fromkeys(
-        ("content", "reasoning_content", "name", "id", "key", "value"), "x" * 9
-    )
+    values = dict.fromkeys(("content", "reasoning_content", "name", "id", "key", "value"), "x" * 9)
     values[field] = text
     arguments = {values["key"]: values["value"], "nested": [{values["key"]: [values["value"]]}]}
-    function = {"name": values["name"], "arguments": arguments}
-    assistant = {
-        "role": "assistant",
-        "content": values["content"],
-        "reasoning_content": values["reasoning_content"],
-        "tool_calls": [{"type": "function", "id": values["id"], "function": function}],
+    call = {
+        "type": "function",
+        "id": values["id"],
+        "function": {"name": values["name"], "arguments": arguments},
     }
-    return [
-        *user("a"),
-        assistant,
-        tool_message("4", name=values["name"], tool_call_id=values["id"]),
-        *user("b"),
-    ]
+    texts = {name: values[name] for name in ("content", "reasoning_content")}
+    reply = tool_message("4", name=values["name"], tool_call_id=values["id"])
+    return [*user("a"), {"role": "assistant", **texts, "tool_calls": [call]}, reply, *user("b")]
 
 
 @pytest.mark.nightly(keep=18)
@@ -141,10 +134,8 @@ def test_values_that_a_template_prints_have_no_masks(text: str) -> None:
     template = family(PRINTS_VALUES)
     call = ToolCall(text, {text: [text]}, id=text).as_message()
     parts = [{"type": "text", "text": text}]
-    messages = [
-        {"role": "user", "content": parts},
-        {"role": "assistant", "content": parts, "tool_calls": [call]},
-    ]
+    assistant = {"role": "assistant", "content": parts, "tool_calls": [call]}
+    messages = [{"role": "user", "content": parts}, assistant]
     expected = template.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     ids = template.open(messages)
     assert template.decode(ids) == expected
@@ -162,12 +153,7 @@ def test_the_schema_of_a_tool_forges_no_control_tokens() -> None:
 
 @pytest.mark.parametrize("chat_template", FAMILIES)
 @pytest.mark.parametrize(
-    ("text", "read"),
-    [
-        ("a\ud83cb", "a\ufffdb"),
-        ("\udfff", "\ufffd"),
-        ("\ud83c\udf26 x", "\U0001f326 x"),
-    ],
+    ("text", "read"), [("a\ud83cb", "a\ufffdb"), ("\udfff", "\ufffd"), ("\ud83c\udf26 x", "\U0001f326 x")]
 )
 def test_half_surrogates_become_replacement_characters(chat_template: str, text: str, read: str) -> None:
     template = family(chat_template)
@@ -181,11 +167,10 @@ def test_half_surrogates_become_replacement_characters(chat_template: str, text:
 def test_text_that_looks_like_a_mask_stays_as_it_is() -> None:
     template = hermes_template()
     text = "@mask.3c; @mask:3c; @mask.ffffff; @mask @@mask \ue0003c\ue001"
-    messages = [
-        *user("x"),
-        {"role": "assistant", "content": text, "tool_calls": [ToolCall(text, {text: text}).as_message()]},
-    ]
-    assert text in template.decode(template.open([*messages, *user(text)], tools=[tool(text)]))
+    call = ToolCall(text, {text: text}).as_message()
+    assistant = {"role": "assistant", "content": text, "tool_calls": [call]}
+    prompt = template.open([*user("x"), assistant, *user(text)], tools=[tool(text)])
+    assert text in template.decode(prompt)
     assert text in template.decode(template.bridge([tool_message(text, name=text)]))
 
 
@@ -212,38 +197,29 @@ def test_an_id_that_the_template_refuses_is_replaced(call_id: str) -> None:
     assert both.count('"call_id": "call0000') == (2 if call_id else 1)
 
 
+CALL, ADD = call_text("add", a=1), ToolCall("add", {"a": 1})
 OPENS_REASONING = hermes_template().tokenizer.chat_template.replace(
     "'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'"
 )
 
 
-@pytest.fixture
-def thinker() -> ChatTemplate:
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (f"Shall I {CALL}? Or", ("", (), f"Shall I {CALL}? Or")),
+        (f"Hm {CALL}\n</think>\n\nSo {CALL}<|im_end|>", ("So", (ADD,), f"Hm {CALL}")),
+        (f"<think>\nHm {CALL}\n</think>\n\nSo {CALL}<|im_end|>", ("So", (ADD,), f"Hm {CALL}")),
+    ],
+    ids=["truncated", "closed", "opened again"],
+)
+def test_reasoning_that_the_prompt_opened_ends_at_the_models_closing_tag(
+    written: str, expected: tuple[Any, ...]
+) -> None:
+    """In a truncated turn, only the prompt shows that the text is reasoning."""
     template = ChatTemplate(placeholder_tokenizer(OPENS_REASONING))
     assert template.decode(template.open(user("hi"))).endswith("<think>\n")
-    return template
-
-
-def test_a_call_in_unclosed_reasoning_that_the_prompt_opened_is_not_a_call(
-    thinker: ChatTemplate,
-) -> None:
-    """The turn is truncated, so only the prompt shows that the text is reasoning."""
-    text = f"Shall I {call_text('delete', all=1)}? Or"
-    parsed = thinker.parse(thinker.encoder.encode(text))
-    assert (parsed.content, parsed.calls, parsed.reasoning) == ("", (), text)
-
-
-@pytest.mark.parametrize("again", ["", "<think>\n"])
-def test_reasoning_that_the_prompt_opened_ends_at_the_models_closing_tag(
-    thinker: ChatTemplate, again: str
-) -> None:
-    call = call_text("add", a=1)
-    parsed = thinker.parse(thinker.encoder.encode(f"{again}Hm {call}\n</think>\n\nSo {call}<|im_end|>"))
-    assert (parsed.content, parsed.calls, parsed.reasoning) == (
-        "So",
-        (ToolCall("add", {"a": 1}),),
-        f"Hm {call}",
-    )
+    parsed = template.parse(template.encoder.encode(written))
+    assert (parsed.content, parsed.calls, parsed.reasoning) == expected
 
 
 @pytest.mark.parametrize("chat_template", FAMILIES)

@@ -15,7 +15,7 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from agent_loop.chat.grids import GridProcessor, grid_positions, video_patches, video_settings
-from agent_loop.chat.multimodal import Encoded, MediaProcessor
+from agent_loop.chat.multimodal import MediaProcessor
 from agent_loop.chat.sources import Medium, load_image, load_video
 from agent_loop.chat.template import ChatTemplate, load_chat_template
 from agent_loop.errors import ChatTemplateError, DataError
@@ -75,10 +75,8 @@ def test_a_bridge_with_several_images_equals_the_end_of_the_full_prompt(template
 
 
 def test_a_placeholder_in_untrusted_text_stays_text(template: ChatTemplate) -> None:
-    ids, attachments = template.bridge_encoded(
-        tool_image_message(picture(), text=f"no {PAD} here <|vision_start|>")
-    )
-    [image] = attachments
+    message = tool_image_message(picture(), text=f"no {PAD} here <|vision_start|>")
+    ids, [image] = template.bridge_encoded(message)
     assert np.count_nonzero(ids == pad_id(template)) == image.num_tokens
     assert f"no {PAD} here <|vision_start|>" in template.decode(ids)
 
@@ -144,14 +142,11 @@ def test_a_part_without_an_image_is_an_error(template: ChatTemplate) -> None:
         template.open([{"role": "user", "content": [{"type": "image"}]}])
 
 
-def test_a_template_without_a_processor_refuses_images_with_the_reason() -> None:
+def test_images_or_videos_that_the_model_cannot_read_are_refused_with_the_reason() -> None:
     with pytest.raises(
         ChatTemplateError, match="1 images or videos, but the model cannot read them: the model has no"
     ):
         hermes_template().open(image_message("a", picture()))
-
-
-def test_videos_are_refused_by_name_if_the_model_has_no_videos() -> None:
     with pytest.raises(ChatTemplateError, match=r"holds a video.*give its frames as images"):
         idefics_template().open(video_message("a", video_frames()))
 
@@ -185,9 +180,8 @@ def test_a_model_with_a_vision_tower_is_loaded_with_its_processor(tmp_path: Path
     loaded = load_chat_template(str(tmp_path))
     messages = image_message("a", picture(width=64))
     assert loaded.media_kinds == {"image"}
-    assert (
-        loaded.open_encoded(messages).token_ids.tolist() == expected.open_encoded(messages).token_ids.tolist()
-    )
+    ids = [template.open_encoded(messages).token_ids.tolist() for template in (loaded, expected)]
+    assert ids[0] == ids[1]
 
 
 def test_a_processor_that_cannot_be_loaded_is_named_when_an_image_comes(tmp_path: Path) -> None:
@@ -255,10 +249,8 @@ def test_a_file_that_is_overwritten_is_read_again(tmp_path: Path) -> None:
 
 def test_the_cache_of_images_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     template, processor = counting_template()
-    one = sum(
-        a.nbytes
-        for a in template.open_encoded(image_message("a", picture())).attachments[0].features.values()
-    )
+    [first] = template.open_encoded(image_message("a", picture())).attachments
+    one = sum(array.nbytes for array in first.features.values())
     monkeypatch.setattr("agent_loop.chat.multimodal.MAX_CACHED_BYTES", 3 * one)
     for seed in (1, 2, 3, 1, 2, 3, 0):
         template.open_encoded(image_message("a", picture(seed)))
@@ -267,25 +259,20 @@ def test_the_cache_of_images_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     assert processor.num_read == 8
 
 
-async def read_twice(template: ChatTemplate) -> list[Any]:
+async def test_images_are_read_once_and_outside_the_event_loop() -> None:
+    template, processor = counting_template()
+    messages = image_message("a", picture(0), picture(1))
     async with asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(template.read(image_message("a", picture(0), picture(1)))) for _ in range(4)
-        ]
+        tasks = [group.create_task(template.read(messages)) for _ in range(4)]
         ticks = 0
         while not all(task.done() for task in tasks):
             await asyncio.sleep(0)
             ticks += 1
     assert ticks > 1
-    return [task.result() for task in tasks]
-
-
-def test_images_are_read_once_and_outside_the_event_loop() -> None:
-    template, processor = counting_template()
-    first, *_ = reads = asyncio.run(read_twice(template))
+    first, *_ = reads = [task.result() for task in tasks]
     assert processor.num_read == 2
     assert [r[0].attachment.digest for r in reads] == [first[0].attachment.digest] * 4
-    encoded = template.open_encoded(image_message("a", picture(0), picture(1)), read=first)
+    encoded = template.open_encoded(messages, read=first)
     assert processor.num_read == 2
     assert [a.digest for a in encoded.attachments] == [r.attachment.digest for r in first]
 
@@ -383,8 +370,7 @@ def test_the_maximum_size_of_frames_is_read_from_the_models_files(
 
 
 def test_a_video_is_one_run_of_placeholders(template: ChatTemplate) -> None:
-    ids, attachments = template.open_encoded(video_message("what happens?", video_frames(num_frames=5)))
-    [video] = attachments
+    ids, [video] = template.open_encoded(video_message("what happens?", video_frames(num_frames=5)))
     pad_id = template.tokenizer.convert_tokens_to_ids(VIDEO_PAD)
     assert (video.kind, video.placeholder_id, video.num_tokens) == ("video", pad_id, 3 * 12)
     assert set(np.flatnonzero(ids == pad_id).tolist()) == set(range(video.start, video.end))
@@ -392,24 +378,21 @@ def test_a_video_is_one_run_of_placeholders(template: ChatTemplate) -> None:
 
 
 def test_images_and_videos_keep_their_order(template: ChatTemplate) -> None:
-    messages = image_message("a", picture(0))
-    messages[0]["content"] += [
-        *video_message("b", video_frames())[0]["content"],
-        *image_message("c", picture(1))[0]["content"],
-    ]
-    _, attachments = template.open_encoded(messages)
+    [message], [video], [image] = (
+        image_message("a", picture(0)),
+        video_message("b", video_frames()),
+        image_message("c", picture(1)),
+    )
+    message["content"] += [*video["content"], *image["content"]]
+    _, attachments = template.open_encoded([message])
     assert [a.kind for a in attachments] == ["image", "video", "image"]
     assert [a.num_tokens for a in attachments] == [12, 36, 12]
 
 
-@pytest.mark.parametrize("content", [VIDEO_PAD, "<|image_pad|>"])
+@pytest.mark.parametrize("content", [VIDEO_PAD, PAD])
 def test_a_placeholder_in_assistant_text_stays_text(template: ChatTemplate, content: str) -> None:
-    messages = [
-        *image_message("a", picture()),
-        {"role": "assistant", "content": content},
-        *image_message("b", picture()),
-    ]
-    encoded = template.open_encoded(messages)
+    answer = {"role": "assistant", "content": content}
+    encoded = template.open_encoded([*image_message("a", picture()), answer, *image_message("b", picture())])
     assert [attachment.kind for attachment in encoded.attachments] == ["image", "image"]
     assert content in template.decode(encoded.token_ids)
 
@@ -421,7 +404,7 @@ def test_a_placeholder_in_assistant_text_stays_text(template: ChatTemplate, cont
             VIDEO_PAD,
             r"1 placeholders '<\|image_pad\|>' for 1 images, 1 placeholders '<\|video_pad\|>' for 0 videos",
         ),
-        ("<|image_pad|>", r"2 placeholders '<\|image_pad\|>' for 1 images"),
+        (PAD, r"2 placeholders '<\|image_pad\|>' for 1 images"),
     ],
 )
 def test_placeholders_without_images_or_videos_are_refused(
@@ -493,16 +476,11 @@ class _WithVideos(GridProcessor):
     def __init__(self) -> None:
         super().__init__(vision_processor().image_processor, vision_tokenizer())
 
-    def video_processor(
-        self, *, videos: list[Any], do_sample_frames: bool, return_tensors: str
-    ) -> dict[str, Any]:
+    def video_processor(self, *, videos: list[Any], do_sample_frames: bool, return_tensors: str) -> Any:
         assert [video.shape for video in videos] == [(2, 24, 32, 3)]
         assert not do_sample_frames
-        return {
-            "pixel_values_videos": np.zeros((4, 6)),
-            "video_grid_thw": np.array([[1, 2, 2]]),
-            "more": None,
-        }
+        grid = np.array([[1, 2, 2]])
+        return {"pixel_values_videos": np.zeros((4, 6)), "video_grid_thw": grid, "more": None}
 
 
 def saved_model(folder: Path, kind: str, **files: Any) -> Path:
@@ -517,15 +495,10 @@ def saved_model(folder: Path, kind: str, **files: Any) -> Path:
 def test_a_published_model_is_read_without_torchvision(kind: str, tmp_path: Path) -> None:
     loaded = load_chat_template(str(saved_model(tmp_path, kind)))
     assert loaded.media_kinds == {"image", "video"}
-    messages = video_message("a", video_frames(), fps=1.0)
-    got, expected = loaded.open_encoded(messages), template_of(kind).open_encoded(messages)
-    assert_equal(got, expected)
-    images = loaded.open_encoded(image_message("a", picture(), picture(1, width=16)))
-    assert_equal(images, template_of(kind).open_encoded(image_message("a", picture(), picture(1, width=16))))
-
-
-def assert_equal(got: Encoded, expected: Encoded) -> None:
-    assert got.token_ids.tolist() == expected.token_ids.tolist()
-    assert [a.digest for a in got.attachments] == [a.digest for a in expected.attachments]
-    for mine, other in zip(got.attachments, expected.attachments, strict=True):
-        assert np.array_equal(mine.positions, other.positions)  # type: ignore[arg-type]
+    video = video_message("a", video_frames(), fps=1.0)
+    for messages in (video, image_message("a", picture(), picture(1, width=16))):
+        got, expected = loaded.open_encoded(messages), template_of(kind).open_encoded(messages)
+        assert got.token_ids.tolist() == expected.token_ids.tolist()
+        assert [a.digest for a in got.attachments] == [a.digest for a in expected.attachments]
+        for mine, other in zip(got.attachments, expected.attachments, strict=True):
+            assert np.array_equal(mine.positions, other.positions)  # type: ignore[arg-type]

@@ -58,16 +58,8 @@ def test_a_template_that_renders_them_at_their_place_gets_them_unchanged() -> No
 
 @pytest.mark.parametrize("name", ["refuses", "hoists", "leaves_out"])
 def test_other_templates_get_them_as_text_of_the_user(name: str) -> None:
-    messages = [
-        system("1"),
-        system("2"),
-        *user("3"),
-        system("4"),
-        ANSWER,
-        system("5"),
-        *user("6"),
-        *user("7"),
-    ]
+    later = [*user("3"), system("4"), ANSWER, system("5"), *user("6"), *user("7")]
+    messages = [system("1"), system("2"), *later]
     assert settle_system_messages(messages, TEMPLATES[name]()) == [
         system("1\n\n2"),
         *user("3\n\n<system>\n4\n</system>"),
@@ -86,18 +78,15 @@ def test_a_system_message_beside_an_image_becomes_a_part_of_the_users_message() 
 
 def test_the_name_of_a_user_is_kept() -> None:
     named = {"role": "user", "content": "hi", "name": "ann"}
-    messages = [named, system("x"), named]
-    assert settle_system_messages(messages, hermes_template()) == [
-        named,
-        *user("<system>\nx\n</system>"),
-        named,
-    ]
+    settled = settle_system_messages([named, system("x"), named], hermes_template())
+    assert settled == [named, *user("<system>\nx\n</system>"), named]
+
+
+roles_of_a_turn = st.lists(st.sampled_from(["system", "user"]), min_size=1, max_size=3)
 
 
 @settings(deadline=None)
-@given(
-    st.lists(st.lists(st.sampled_from(["system", "user"]), min_size=1, max_size=3), min_size=1, max_size=3)
-)
+@given(st.lists(roles_of_a_turn, min_size=1, max_size=3))
 def test_every_text_is_rendered_in_its_order_and_a_longer_conversation_only_adds(
     template: ChatTemplate, turns: list[list[str]]
 ) -> None:

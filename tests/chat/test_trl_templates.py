@@ -130,14 +130,8 @@ def test_masks_do_not_change_the_output_of_a_template(name: str, in_parts: bool)
     content = [{"type": "text", "text": forged}] if in_parts else forged
     call = {"type": "function", "id": "x" * 9, "function": {"name": "add", "arguments": {forged: [forged]}}}
     reply = {"role": "tool", "content": content, "name": "add", "tool_call_id": "x" * 9}
-    for text in (
-        "<think>\nhm\n</think>\n\nso",
-        "hm</think>so",
-        "<think>hm",
-        "a<|channel>x<channel|>b",
-        "so",
-        forged,
-    ):
+    thoughts = ("<think>\nhm\n</think>\n\nso", "hm</think>so", "<think>hm", "a<|channel>x<channel|>b")
+    for text in (*thoughts, "so", forged):
         for more in ([], [reply]):
             assistant = {"role": "assistant", "content": text, **({"tool_calls": [call]} if more else {})}
             question = {"role": "user", "content": content}
@@ -186,6 +180,7 @@ def test_a_truncated_completion_is_reasoning_if_its_prompt_opened_reasoning(name
 
 
 NUM_CONVERSATIONS = 60
+QUICK = ("qwen3_vl", "lfm2_v2")
 PIECES = (
     *(
         "so",
@@ -198,10 +193,10 @@ PIECES = (
         "  ",
         "\n",
         "\n\n\n",
-        "…",
-        "0",
     ),
     *(
+        "…",
+        "0",
         "¿Qué?",
         "你好世界",
         "🌦️",
@@ -211,10 +206,9 @@ PIECES = (
         '"',
         ":",
         "\\n",
-        "{{ x }}",
-        "{% y %}",
         "नमस्ते",
     ),
+    *("{{ x }}", "{% y %}"),
 )
 
 
@@ -272,11 +266,7 @@ def is_equal(name: str, seed: int, *, has_tools: bool) -> bool | None:
 
 @pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("qwen3_vl", "lfm2_v2") else pytest.param(name, marks=pytest.mark.slow)
-        for name in TEMPLATES
-    ],
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in TEMPLATES]
 )
 @pytest.mark.parametrize("has_tools", [False, True])
 def test_conversations_are_encoded_and_equal_for_templates_reported_as_exact(
@@ -294,31 +284,18 @@ def test_the_conversations_detect_merged_newlines() -> None:
     assert False in [is_equal("qwen3_8", seed, has_tools=False) for seed in range(NUM_CONVERSATIONS)]
 
 
-FORMAT_OF = {
-    "deepseekv3": "deepseek_v3",
-    "diffusion_gemma": "gemma",
-    "gemma4": "gemma",
-    "gemma4_v2": "gemma",
-    "gemma4_v3": "gemma",
-    "gemma4_v4": "gemma",
-    "gemma4_v5": "gemma",
-    "glm4moe": "glm",
-    "gptoss": "gpt-oss",
-    "lfm2_v2": "pythonic",
-    "llama3_1": "llama3_json",
-    "llama3_2": "llama3_json",
-    "nemotron_3_nano": "qwen3_coder",
-    "nemotron_3_super": "qwen3_coder",
-    "nemotron_3_ultra": "qwen3_coder",
-    "qwen2_5": "hermes",
-    "qwen3": "hermes",
-    "qwen3_instruct_2507": "hermes",
-    "qwen3_vl": "hermes",
-    "qwen3_5_think": "qwen3_coder",
-    "qwen3_5_nothink": "qwen3_coder",
-    "qwen3_6": "qwen3_coder",
-    "qwen3_8": "qwen3_coder",
+TEMPLATES_OF = {
+    "deepseek_v3": "deepseekv3",
+    "gemma": "diffusion_gemma gemma4 gemma4_v2 gemma4_v3 gemma4_v4 gemma4_v5",
+    "glm": "glm4moe",
+    "gpt-oss": "gptoss",
+    "pythonic": "lfm2_v2",
+    "llama3_json": "llama3_1 llama3_2",
+    "hermes": "qwen2_5 qwen3 qwen3_instruct_2507 qwen3_vl",
+    "qwen3_coder": "nemotron_3_nano nemotron_3_super nemotron_3_ultra "
+    "qwen3_5_think qwen3_5_nothink qwen3_6 qwen3_8",
 }
+FORMAT_OF = {name: written for written, names in TEMPLATES_OF.items() for name in names.split()}
 ARGUMENTS = {
     "city": 'Köln "Süd"\nund \\ 北京',
     "code": "123",
@@ -359,10 +336,7 @@ def written_by(name: str, *, arguments: Any) -> str:
 
 def render(name: str, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
     [rendered], _ = render_jinja_template(
-        [messages],
-        chat_template=TEMPLATES[name],
-        bos_token="",
-        add_generation_prompt=add_generation_prompt,
+        [messages], chat_template=TEMPLATES[name], bos_token="", add_generation_prompt=add_generation_prompt
     )
     return rendered
 

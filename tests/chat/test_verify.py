@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+from typing import Any
 
 import pytest
 
@@ -86,9 +87,7 @@ def test_the_cause_of_a_difference_is_reported(chat_template: str, cause: Cause)
 @pytest.mark.parametrize(
     ("chat_template", "others"), [(NEXT_ROLE_ENDS_THE_TURN, ()), (NINE_LETTER_IDS, (Cause.DROPPED_TEXT,))]
 )
-def test_a_family_without_tool_schemas_is_exact_without_tools(
-    chat_template: str, others: tuple[Cause, ...]
-) -> None:
+def test_a_family_without_schemas_is_exact_without_tools(chat_template: str, others: Any) -> None:
     report = verify_template(family(chat_template), tools=True)
     assert (report.without_tools, report.with_tools) == (TemplateVerdict.EXACT, TemplateVerdict.DIFFERS)
     assert report.causes == (Cause.IGNORED_TOOLS, *others)
@@ -122,20 +121,16 @@ def test_reasoning_that_no_render_contains_is_not_exact() -> None:
     assert report.has_reasoning
     assert report.causes == (Cause.STRIPPED_REASONING,)
     assert all(result.position is None for result in report.results)
-
-
-def test_a_template_without_reasoning_is_tested_without_reasoning() -> None:
-    report = verify_template(family(HERMES_TEMPLATE + "{# thinking #}"), tools=True)
-    assert not report.has_reasoning
-    assert not any("thinking" in result.name for result in report.results)
+    without = verify_template(family(HERMES_TEMPLATE + "{# thinking #}"), tools=True)
+    assert not without.has_reasoning
+    assert not any("thinking" in result.name for result in without.results)
 
 
 def test_optional_messages_that_a_template_refuses_are_limits() -> None:
     report = verify_template(family(NINE_LETTER_IDS), tools=False)
-    assert [(limit.name, limit.verdict) for limit in report.limits] == [
-        ("system prompt", TemplateVerdict.UNSUPPORTED)
-    ]
-    assert "no role system" in report.limits[0].error
+    [limit] = report.limits
+    assert (limit.name, limit.verdict) == ("system prompt", TemplateVerdict.UNSUPPORTED)
+    assert "no role system" in limit.error
 
 
 def test_the_report_shows_the_first_differing_token_and_the_cost() -> None:
@@ -149,9 +144,8 @@ def test_the_report_shows_the_first_differing_token_and_the_cost() -> None:
 
 
 def test_a_template_that_cannot_write_tool_messages_is_refused_with_the_reason() -> None:
-    template = family(
-        "{{ raise_exception('no tools, please') if messages[-1].role == 'tool' }}" + STRIPS_REASONING
-    )
+    refuses = "{{ raise_exception('no tools, please') if messages[-1].role == 'tool' }}"
+    template = family(refuses + STRIPS_REASONING)
     require_template(template, tools=False)
     with pytest.raises(ChatTemplateError, match=r"model\.chat_template_path.*no tools, please"):
         require_template(template, tools=True)

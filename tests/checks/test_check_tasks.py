@@ -20,7 +20,7 @@ from agent_loop.environments.suite import SolutionTurn, TaskSuite
 from agent_loop.errors import ConfigError, DataError, WorkspaceError
 from agent_loop.types import Origin, StopReason, ToolCall
 from agent_loop.workspaces.base import Workspace, WorkspaceProvider
-from tests.environments.harbor.tasks import write_task
+from tests.environments.harbor_tasks import RELOCATED, write_task
 
 
 class NeverStarts(WorkspaceProvider):
@@ -33,7 +33,6 @@ class NeverStarts(WorkspaceProvider):
         raise WorkspaceError("the cloud is closed")
 
 
-PROVIDER = "tests.environments.harbor.relocated:Relocated"
 JUDGES_THE_ANSWER = """\
 echo "the answer is $(cat answer.txt)"
 if [ "$(cat answer.txt)" = 42 ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
@@ -49,7 +48,7 @@ def write(folder: Path, *, test: str = JUDGES_THE_ANSWER, solution: str | None =
 
 
 def check(path: Path, *, concurrency: int = 1) -> list[TaskReport]:
-    settings = {"provider": PROVIDER}
+    settings = {"provider": RELOCATED}
     return asyncio.run(check_tasks(path, settings=settings, concurrency=concurrency))
 
 
@@ -141,12 +140,12 @@ def test_the_command_prints_each_task_and_fails_if_one_fails(tmp_path: Path) -> 
     write(tmp_path / "good")
     write(tmp_path / "wrong", solution="echo 41 > answer.txt")
     runner = CliRunner()
-    shown = runner.invoke(app, ["check", "tasks", str(tmp_path), f"provider={PROVIDER}"])
+    shown = runner.invoke(app, ["check", "tasks", str(tmp_path), f"provider={RELOCATED}"])
     assert shown.exit_code == 1
     assert "1 of 2 tasks passed" in shown.output
     assert "wrong: the solution scores 0 instead of 1" in shown.output
     config = tmp_path / "config.yaml"
-    config.write_text(f"data:\n  workspace:\n    provider: {PROVIDER}\n")
+    config.write_text(f"data:\n  workspace:\n    provider: {RELOCATED}\n")
     options = ["--config", str(config), "--json"]
     passed = runner.invoke(app, ["check", "tasks", str(tmp_path / "good"), *options])
     assert passed.exit_code == 0

@@ -27,7 +27,7 @@ from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.tools.calculator import CalculatorTool
 from agent_loop.tools.function import function_tool
 from agent_loop.tools.search.tool import SearchTool
-from tests.environments.gymnasium.test_interaction import FROZEN_LAKE
+from tests.environments.test_gymnasium import FROZEN_LAKE
 from tests.interactions.endpoint import endpoint
 
 PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}

@@ -13,10 +13,7 @@ from agent_loop.environments.base import Environment
 from agent_loop.environments.suite import SizedOptions, SolutionTurn, TaskSuite
 from agent_loop.errors import ConfigError
 
-SUITES = {
-    "sums": "tests.environments.sums:SumSuite",
-    "absent": "tests.environments.sums:AbsentSuite",
-}
+SUITES = {"sums": "tests.environments.sums:SumSuite", "absent": "tests.environments.sums:AbsentSuite"}
 
 
 class SumOptions(SizedOptions):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,12 +26,11 @@ from agent_loop.environments.bfcl import (
 from agent_loop.environments.suite import SolutionTurn
 from agent_loop.errors import ToolError
 from agent_loop.tools.schema import check_tool_schema
-from agent_loop.trajectory import Trajectory
 from agent_loop.types import ToolCall
+from tests.environments.suites import DONE, play
 
 pytestmark = [pytest.mark.environments, pytest.mark.timeout(180)]
 
-DONE = SolutionTurn(text="Done.")
 RESPONSE_MISMATCH = "multi_turn:execution_response_mismatch"
 SUITE = BfclSuite()
 
@@ -44,10 +42,6 @@ def rows_of(task: str, **options: Any) -> list[dict[str, Any]]:
 def row_of(name: str, **options: Any) -> dict[str, Any]:
     [row] = [row for row in rows_of(name.rpartition("_")[0], **options) if row["task"]["id"] == name]
     return row
-
-
-def play(row: dict[str, Any], turns: Sequence[SolutionTurn]) -> Trajectory:
-    return asyncio.run(play_turns(SUITE, row, turns))
 
 
 def judge(row: dict[str, Any], turns: Sequence[SolutionTurn]) -> dict[str, Any]:
@@ -80,17 +74,13 @@ def without_first(calls: tuple[ToolCall, ...]) -> tuple[ToolCall, ...]:
     return calls[1:]
 
 
-def test_the_gold_calls_pass_every_turn_of_every_base_task() -> None:
-    async def play_all() -> dict[str, Trajectory]:
-        return {
-            row["task"]["id"]: await play_turns(SUITE, row, SUITE.solution(row))
-            for row in rows_of("multi_turn_base")
-        }
-
-    played = asyncio.run(play_all())
-    assert len(played) == 200
-    assert {name: t.output.reward_score for name, t in played.items() if t.output.reward_score != 1} == {}
-    assert all(set(t.output.extra_fields["turn_scores"]) == {1.0} for t in played.values())
+async def test_the_gold_calls_pass_every_turn_of_every_base_task_in_the_loop() -> None:
+    rows = rows_of("multi_turn_base")
+    assert len(rows) == 200
+    for row in [*rows, *(row_of(f"{category}_0") for category in CATEGORIES[1:])]:
+        output = (await play_turns(SUITE, row, SUITE.solution(row))).output
+        assert output.reward_score == 1, row["task"]["id"]
+        assert row not in rows or set(output.extra_fields["turn_scores"]) == {1.0}, row["task"]["id"]
 
 
 @pytest.mark.parametrize("category", CATEGORIES)
@@ -100,12 +90,6 @@ def test_the_gold_calls_solve_all_tasks_of_every_category(category: str) -> None
     rewards = {row["task"]["id"]: judge(row, SUITE.solution(row)) for row in rows}
     solved = {"reward": 1.0, "turns_passed": 1.0, "first_failure": ""}
     assert {name: reward for name, reward in rewards.items() if reward != solved} == {}
-
-
-def test_a_task_of_the_other_categories_is_solved_through_the_loop() -> None:
-    for category in CATEGORIES[1:]:
-        row = row_of(f"{category}_0")
-        assert play(row, SUITE.solution(row)).output.reward_score == 1
 
 
 def test_a_player_without_calls_solves_no_task() -> None:
@@ -130,7 +114,7 @@ def with_another_pattern(calls: tuple[ToolCall, ...]) -> tuple[ToolCall, ...]:
 
 def test_a_wrong_call_in_one_turn_fails_that_turn_alone() -> None:
     row = row_of("multi_turn_base_0")
-    output = play(row, edited(SUITE.solution(row), number=2, edit=with_another_pattern)).output
+    output = play(SUITE, row, edited(SUITE.solution(row), number=2, edit=with_another_pattern)).output
     assert output.extra_fields["turn_scores"] == [1.0, 0.0, 1.0, 1.0]
     assert output.reward_score == 0
     assert output.extra_fields["turns_passed"] == 0.75
@@ -139,7 +123,7 @@ def test_a_wrong_call_in_one_turn_fails_that_turn_alone() -> None:
 
 def test_a_failed_turn_ends_the_trajectory_if_the_option_says_so() -> None:
     row = row_of("multi_turn_base_0", stop_at_failure=True)
-    output = play(row, edited(SUITE.solution(row), number=2, edit=with_another_pattern)).output
+    output = play(SUITE, row, edited(SUITE.solution(row), number=2, edit=with_another_pattern)).output
     assert output.extra_fields["turn_scores"] == [1.0, 0.0]
     assert output.extra_fields["turns_passed"] == 0.25
 

@@ -84,14 +84,11 @@ def rows_of(*servers: Server, **options: Any) -> list[dict[str, Any]]:
     return load_rows([f"openenv:{urls}?{query}"], prompt_key="prompt")
 
 
-def play(
-    rows: Sequence[dict[str, Any]], script: Script, *, retries: int = 0, **options: Any
-) -> list[Trajectory]:
+def play(rows: Sequence[dict[str, Any]], script: Script, **options: Any) -> list[Trajectory]:
     """Play rows, and check that nothing is left open."""
 
     async def run() -> list[Trajectory]:
         harness = WorkerHarness(script, agent="environment_agent", **options)
-        harness.worker._retries = retries
         trajectories = await harness.worker.run(harness.jobs(rows))
         harness.assert_nothing_is_left()
         return trajectories
@@ -116,11 +113,8 @@ def test_text_is_the_action_and_the_reward_is_the_sum_of_the_servers_rewards(cou
         assert trajectory.reward == num_steps(seed) * REWARD
         assert trajectory.output.extra_fields["num_steps"] == num_steps(seed)
         assert trajectory.output.extra_fields["is_done"] is True
-        assert contents(trajectory)[:3] == [
-            f"Count.\n\n{num_steps(seed)} to go",
-            "next",
-            f"{num_steps(seed) - 1} to go",
-        ]
+        steps = num_steps(seed)
+        assert contents(trajectory)[:3] == [f"Count.\n\n{steps} to go", "next", f"{steps - 1} to go"]
 
 
 def test_a_limit_leaves_the_rewards_of_the_steps_so_far(count: Server) -> None:

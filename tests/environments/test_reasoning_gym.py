@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from itertools import islice
@@ -10,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from agent_loop.checks.solutions import play_turns
 from agent_loop.environments.reasoning_gym import NOT_LISTED, ReasoningGymSuite, _dataset
 from agent_loop.environments.suite import SolutionTurn
 from agent_loop.environments.tasks import parse_task_name, suite_rows
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.rollout.rows import load_rows
-from agent_loop.trajectory import Trajectory
+from tests.environments.suites import play
 
 pytestmark = pytest.mark.environments
 
@@ -43,14 +41,8 @@ def rows_of(name: str) -> Iterator[dict[str, Any]]:
     return suite_rows(SUITE, parse_task_name(f"reasoning_gym:{name}", suite=SUITE))
 
 
-def play(row: dict[str, Any], *texts: str) -> Trajectory:
-    trajectory = asyncio.run(play_turns(SUITE, row, [SolutionTurn(text=text) for text in texts]))
-    assert trajectory.output.failure is None
-    return trajectory
-
-
 def reward(row: dict[str, Any], *texts: str) -> float:
-    trajectory = play(row, *texts)
+    trajectory = play(SUITE, row, [SolutionTurn(text=text) for text in texts])
     assert trajectory.reward is not None
     return trajectory.reward
 
@@ -106,7 +98,7 @@ def test_the_answer_is_the_text_in_the_last_tags_or_else_the_whole_turn() -> Non
 
 def test_an_answer_that_a_scorer_cannot_read_scores_0_with_the_reason() -> None:
     [row] = islice(rows_of("prime_factorization?seed=5"), 1)
-    trajectory = play(row, "<answer>two</answer>")
+    trajectory = play(SUITE, row, [SolutionTurn(text="<answer>two</answer>")])
     assert trajectory.reward == 0
     assert "ValueError" in trajectory.output.extra_fields["scorer_error"]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,9 +12,9 @@ from agent_loop.environments.live import LiveEnvironment
 from agent_loop.environments.suite import SolutionTurn
 from agent_loop.environments.tau2 import Tau2Options, Tau2Suite, inspect, load_domain, tau2
 from agent_loop.errors import ConfigError, ToolError
-from agent_loop.trajectory import Trajectory
-from agent_loop.types import StopReason, ToolCall
-from tests.interactions.endpoint import Endpoint, PreparedResponse, endpoint
+from agent_loop.types import StopReason
+from tests.environments.suites import DONE, calls_turn, part, play, texts
+from tests.interactions.endpoint import PreparedResponse, endpoint
 
 pytestmark = [
     pytest.mark.environments,
@@ -26,7 +24,6 @@ pytestmark = [
 
 NUM_TASKS = {"retail": 114, "airline": 50}
 PENDING_ORDER = "#W5918442"
-DONE = SolutionTurn(text="Done.")
 
 
 @pytest.fixture(scope="module")
@@ -36,24 +33,6 @@ def suite() -> Tau2Suite:
 
 def rows_of(suite: Tau2Suite, domain: str, **options: Any) -> list[dict[str, Any]]:
     return list(suite.rows(domain, Tau2Options(**options)))
-
-
-def play(suite: Tau2Suite, row: dict[str, Any], turns: Sequence[SolutionTurn]) -> Trajectory:
-    trajectory = asyncio.run(play_turns(suite, row, turns))
-    assert trajectory.output.failure is None
-    return trajectory
-
-
-def calls_turn(name: str, **arguments: Any) -> SolutionTurn:
-    return SolutionTurn(calls=(ToolCall(name, arguments),))
-
-
-def texts(trajectory: Trajectory, role: str) -> list[str]:
-    return [message["content"] for message in trajectory.output.messages if message["role"] == role]
-
-
-def part(trajectory: Trajectory, name: str) -> Any:
-    return trajectory.output.extra_fields[name]
 
 
 def changes_data_base(task: dict[str, Any]) -> bool:
@@ -125,40 +104,32 @@ def test_the_model_reads_what_is_wrong_with_its_calls(suite: Tau2Suite) -> None:
     assert "division by zero" in zero
 
 
-def test_trajectories_of_one_row_have_data_bases_of_their_own(suite: Tau2Suite) -> None:
+async def test_trajectories_of_one_row_have_data_bases_of_their_own(suite: Tau2Suite) -> None:
     row = {**rows_of(suite, "retail")[0]}
     reads = ("get_order_details", {"order_id": PENDING_ORDER})
     cancels = ("cancel_pending_order", {"order_id": PENDING_ORDER, "reason": "no longer needed"})
-
-    async def main() -> None:
-        first, second = (
-            LiveEnvironment(EnvironmentFactory(suite.environment, where="tau2"), row=row) for _ in range(2)
-        )
-        try:
-            await first.open()
-            await second.open()
-            assert '"status":"cancelled"' in await first.call("call", *cancels)
-            assert '"status":"cancelled"' in await first.call("call", *reads)
-            assert '"status":"pending"' in await second.call("call", *reads)
-            assert '"status":"cancelled"' in await second.call("call", *cancels)
-            with pytest.raises(ToolError, match="Non-pending order cannot be cancelled"):
-                await first.call("call", *cancels)
-        finally:
-            await first.close()
-            await second.close()
-
-    asyncio.run(main())
+    factory = EnvironmentFactory(suite.environment, where="tau2")
+    first, second = (LiveEnvironment(factory, row=row) for _ in range(2))
+    try:
+        await first.open()
+        await second.open()
+        assert '"status":"cancelled"' in await first.call("call", *cancels)
+        assert '"status":"cancelled"' in await first.call("call", *reads)
+        assert '"status":"pending"' in await second.call("call", *reads)
+        assert '"status":"cancelled"' in await second.call("call", *cancels)
+        with pytest.raises(ToolError, match="Non-pending order cannot be cancelled"):
+            await first.call("call", *cancels)
+    finally:
+        await first.close()
+        await second.close()
 
 
-def test_a_language_model_plays_the_user_by_the_rules_of_the_benchmark(suite: Tau2Suite) -> None:
-    async def main() -> tuple[Trajectory, Endpoint]:
-        async with endpoint("Hi, my keyboard is wrong.", "Thank you! ###STOP###") as served:
-            row = rows_of(suite, "retail", user="model", user_url=served.url, user_model="customer")[0]
-            actions, _ = suite.solution(row)
-            beside_calls = SolutionTurn(calls=actions.calls, text="Let me look.")
-            return await play_turns(suite, row, [beside_calls, SolutionTurn(text="Fixed."), DONE]), served
-
-    trajectory, served = asyncio.run(main())
+async def test_a_language_model_plays_the_user_by_the_rules_of_the_benchmark(suite: Tau2Suite) -> None:
+    async with endpoint("Hi, my keyboard is wrong.", "Thank you! ###STOP###") as served:
+        row = rows_of(suite, "retail", user="model", user_url=served.url, user_model="customer")[0]
+        actions, _ = suite.solution(row)
+        beside_calls = SolutionTurn(calls=actions.calls, text="Let me look.")
+        trajectory = await play_turns(suite, row, [beside_calls, SolutionTurn(text="Fixed."), DONE])
     assert texts(trajectory, "user") == ["Hi, my keyboard is wrong.", "Thank you!"]
     assert trajectory.output.stop_reason is StopReason.INTERACTION_FINISHED
     assert trajectory.reward == 1
@@ -167,23 +138,18 @@ def test_a_language_model_plays_the_user_by_the_rules_of_the_benchmark(suite: Ta
     assert "###STOP###" in system["content"]
     assert "Yusuf Rossi" in system["content"]
     assert begin["content"].startswith("Begin the interaction.")
-    assert [message["content"] for message in later["messages"][2:]] == [
-        "Hi, my keyboard is wrong.",
-        "Fixed.",
-    ]
+    told = [message["content"] for message in later["messages"][2:]]
+    assert told == ["Hi, my keyboard is wrong.", "Fixed."]
 
 
 @pytest.mark.parametrize("replies", [[], ["Hi."]])
-def test_a_server_of_the_user_that_died_fails_the_trajectory_without_a_reward(
+async def test_a_server_of_the_user_that_died_fails_the_trajectory_without_a_reward(
     suite: Tau2Suite, replies: list[str]
 ) -> None:
-    async def main() -> Trajectory:
-        async with endpoint(*replies, PreparedResponse(status=503)) as served:
-            options = {"user_url": served.url, "user_model": "customer", "user_max_retries": 0}
-            row = rows_of(suite, "airline", user="model", **options)[0]
-            return await play_turns(suite, row, [SolutionTurn(text="Hello."), DONE])
-
-    trajectory = asyncio.run(main())
+    async with endpoint(*replies, PreparedResponse(status=503)) as served:
+        options = {"user_url": served.url, "user_model": "customer", "user_max_retries": 0}
+        row = rows_of(suite, "airline", user="model", **options)[0]
+        trajectory = await play_turns(suite, row, [SolutionTurn(text="Hello."), DONE])
     assert trajectory.reward is None
     assert trajectory.output.failure is not None
     error = trajectory.output.failure.error

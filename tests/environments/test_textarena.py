@@ -10,22 +10,16 @@ from typing import Any
 
 import pytest
 
-from agent_loop.chat.template import ChatTemplate
 from agent_loop.checks.solutions import completion_of, solution_template
 from agent_loop.environments.factory import EnvironmentFactory
 from agent_loop.environments.suite import SolutionTurn
 from agent_loop.environments.tasks import parse_task_name, suite_rows
 from agent_loop.environments.textarena import NEEDS_DOWNLOAD, TextArenaGame, TextArenaSuite
-from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.errors import DataError
-from agent_loop.loops.base import LoopContext
-from agent_loop.loops.registry import LoopRegistry
-from agent_loop.rollout.jobs import Job
-from agent_loop.rollout.worker import AgentLoopWorker
-from agent_loop.servers.manager import AsyncLLMServerManager
-from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
+from tests.rollout.harness import WorkerHarness
 
 pytestmark = pytest.mark.environments
 
@@ -56,7 +50,6 @@ GAMES = {
     "WildTicTacToe-v0": 2,
 }
 """Games with their number of players."""
-ZERO_SUM = ("ConnectFour-v0", "KuhnPoker-v0", "Nim-v0", "TicTacToe-v0")
 
 
 class Watched(TextArenaGame):
@@ -79,21 +72,14 @@ def all_rows_of(name: str) -> Iterator[dict[str, Any]]:
 
 
 def play(row: Mapping[str, Any], move: Callable[[ScriptedRequest], str]) -> list[Trajectory]:
-    def script(request: ScriptedRequest) -> ScriptedReply:
-        return ScriptedReply(completion_of(SolutionTurn(text=move(request))))
-
-    return asyncio.run(_run(row, ScriptedServer(script), solution_template()))
-
-
-async def _run(row: Mapping[str, Any], server: ScriptedServer, template: ChatTemplate) -> list[Trajectory]:
-    context = LoopContext(
-        server_manager=AsyncLLMServerManager([server]),
-        template=template,
-        limits=EpisodeLimits(prompt_length=2**20, response_length=2**20),
+    harness = WorkerHarness(
+        lambda request: ScriptedReply(completion_of(SolutionTurn(text=move(request)))),
+        template=solution_template(),
         environments={"textarena": EnvironmentFactory(watched, where="textarena")},
+        prompt_length=2**20,
+        response_length=2**20,
     )
-    worker = AgentLoopWorker(context, loops=LoopRegistry())
-    return await worker.run([Job(dict(row), 0, 0, {"temperature": 1.0})])
+    return asyncio.run(harness.worker.run(harness.jobs([row])))
 
 
 def random_legal(seed: int) -> Callable[[ScriptedRequest], str]:
@@ -123,7 +109,7 @@ def test_random_legal_self_play_ends_with_the_games_own_rewards(name: str) -> No
     assert not any(info.get("invalid_move") for info in state.game_info.values())
 
 
-@pytest.mark.parametrize("name", ZERO_SUM)
+@pytest.mark.parametrize("name", ["ConnectFour-v0", "KuhnPoker-v0", "Nim-v0", "TicTacToe-v0"])
 def test_self_play_gives_two_trajectories_with_opposite_rewards(name: str) -> None:
     for seed, row in enumerate(rows_of(name)):
         first, second = play(row, random_legal(seed))

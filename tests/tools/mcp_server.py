@@ -88,10 +88,7 @@ class Anything(BaseModel, extra="allow"):
 
 _metadata = app._tool_manager.get_tool("slow_to_check").fn_metadata  # type: ignore
 _metadata.output_model = Anything
-_metadata.output_schema = {
-    "type": "object",
-    "properties": {"x": {"type": "string", "pattern": "^(a+)+$"}},
-}
+_metadata.output_schema = {"type": "object", "properties": {"x": {"type": "string", "pattern": "^(a+)+$"}}}
 
 
 if __name__ == "__main__":

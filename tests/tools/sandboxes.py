@@ -28,11 +28,8 @@ def is_open_to_all(path: str) -> bool:
 
 def readable_python() -> str:
     """Return a Python that every user may run, since the agent's own may be private if it runs as root."""
-    return (
-        sys.executable
-        if is_open_to_all(sys.prefix) and is_open_to_all(sys.base_prefix)
-        else "/usr/bin/python3"
-    )
+    is_readable = is_open_to_all(sys.prefix) and is_open_to_all(sys.base_prefix)
+    return sys.executable if is_readable else "/usr/bin/python3"
 
 
 SECRET = "the agent's own secret"

@@ -24,26 +24,18 @@ from agent_loop.tools.base import BaseTool
 from agent_loop.tools.mcp.tools import mcp_tools
 from agent_loop.tools.registry import load_tools
 from agent_loop.tools.results import ToolResult
-from agent_loop.tools.session import ToolSession, ToolSessionConfig
+from agent_loop.tools.session import ToolSession
 from agent_loop.trajectory import IncidentKind, Trajectory
 from agent_loop.types import ToolCall
 from tests.helpers import text_reply, tool_call_reply, user
 from tests.rollout.harness import WorkerHarness
+from tests.tools.harness import kind_of, session_of
 from tests.tools.sandboxes import descendants
 
 pytestmark = pytest.mark.slow
 
 SERVER = str(Path(__file__).parent / "mcp_server.py")
 STDIO: dict[str, Any] = {"command": sys.executable, "args": [SERVER]}
-CONFIG = ToolSessionConfig(timeout_s=30, close_timeout_s=15)
-
-
-def session_of(tools: list[BaseTool]) -> ToolSession:
-    return ToolSession({tool.name: tool for tool in tools}, config=CONFIG)
-
-
-def kind_of(result: ToolResult) -> IncidentKind | None:
-    return None if result.incident is None else result.incident.kind
 
 
 async def ask(session: ToolSession, name: str, **arguments: Any) -> ToolResult:
@@ -122,66 +114,50 @@ def test_tools_are_listed_with_their_schemas(stdio_tools: list[BaseTool]) -> Non
     assert not started()
 
 
-def test_calls_of_one_trajectory_over_standard_input_and_output(stdio_tools: list[BaseTool]) -> None:
-    async def main() -> None:
-        session = session_of(stdio_tools)
-        assert await text_of(session, "add", a=1, b=2) == "3"
-        assert await text_of(session, "note", text="x") == "1 notes"
-        assert await text_of(session, "note", text="y") == "2 notes"
-        assert len(started()) == 1, "the tools of a trajectory share its session"
-        failed = await ask(session, "fail")
-        assert (kind_of(failed), failed.response.text) == (IncidentKind.TOOL_ERROR, "no luck today")
-        wrong = await ask(session, "add", a="x", b=2)
-        assert kind_of(wrong) is IncidentKind.INVALID_ARGUMENTS
-        shown = (await ask(session, "show")).response
-        assert shown.text == (
-            "a pixel:\na note\n[resource notes://rest 'the rest']\n[audio, audio/wav, not shown]"
-        )
-        assert shown.image is not None
-        assert shown.image[0].startswith("data:image/png;base64,iVBOR")
-        assert kind_of(await ask(session, "hang")) is IncidentKind.TOOL_TIMEOUT  # after a second
-        assert await text_of(session, "add", a=2, b=2) == "4"
-        assert kind_of(await ask(session, "die")) is IncidentKind.TOOL_UNAVAILABLE
-        after = await ask(session, "add", a=1, b=2)
-        assert kind_of(after) is IncidentKind.TOOL_UNAVAILABLE
-        assert after.response.text == "the MCP server has ended the session"
-        assert await session.close() == []
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(main())
+async def test_calls_of_one_trajectory_over_standard_input_and_output(stdio_tools: list[BaseTool]) -> None:
+    session = session_of(*stdio_tools)
+    assert await text_of(session, "add", a=1, b=2) == "3"
+    assert await text_of(session, "note", text="x") == "1 notes"
+    assert await text_of(session, "note", text="y") == "2 notes"
+    assert len(started()) == 1, "the tools of a trajectory share its session"
+    failed = await ask(session, "fail")
+    assert (kind_of(failed), failed.response.text) == (IncidentKind.TOOL_ERROR, "no luck today")
+    wrong = await ask(session, "add", a="x", b=2)
+    assert kind_of(wrong) is IncidentKind.INVALID_ARGUMENTS
+    shown = (await ask(session, "show")).response
+    assert shown.text == (
+        "a pixel:\na note\n[resource notes://rest 'the rest']\n[audio, audio/wav, not shown]"
+    )
+    assert shown.image is not None
+    assert shown.image[0].startswith("data:image/png;base64,iVBOR")
+    assert kind_of(await ask(session, "hang")) is IncidentKind.TOOL_TIMEOUT  # after a second
+    assert await text_of(session, "slow_to_check") == "done", "its output schema is not checked"
+    assert kind_of(await ask(session, "die")) is IncidentKind.TOOL_UNAVAILABLE
+    after = await ask(session, "add", a=1, b=2)
+    assert kind_of(after) is IncidentKind.TOOL_UNAVAILABLE
+    assert after.response.text == "the MCP server has ended the session"
+    assert await session.close() == []
+    assert asyncio.all_tasks() == {asyncio.current_task()}
     assert not started()
 
 
-def test_an_output_schema_of_the_server_does_not_block_the_event_loop(stdio_tools: list[BaseTool]) -> None:
-    async def main() -> None:
-        session = session_of(stdio_tools)
-        assert await text_of(session, "slow_to_check") == "done"
-        await session.close()
-
-    asyncio.run(main())
-
-
-def test_a_shared_session_is_reopened_after_its_server_died(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_shared_session_is_reopened_after_its_server_died(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THE_SECRET", "xyzzy")
     tools = mcp_tools({**STDIO, "session": "shared", "env": {"SECRET": "$THE_SECRET"}})
-
-    async def main() -> None:
-        first, second = session_of(tools), session_of(tools)
-        pid, secret = (await text_of(first, "whereabouts")).split()
-        assert secret == "xyzzy"
-        assert (await text_of(second, "whereabouts")).split() == [pid, secret]
-        waiting = asyncio.ensure_future(ask(second, "hang"))
-        await asyncio.sleep(0.2)
-        os.kill(int(pid), signal.SIGKILL)
-        assert kind_of(await waiting) is IncidentKind.TOOL_UNAVAILABLE
-        other_pid, _ = (await text_of(first, "whereabouts")).split()
-        assert other_pid != pid
-        assert (await text_of(second, "whereabouts")).split()[0] == other_pid
-        assert await first.close() == []
-        assert started() == {int(other_pid)}
-        assert await second.close() == []
-
-    asyncio.run(main())
+    first, second = session_of(*tools), session_of(*tools)
+    pid, secret = (await text_of(first, "whereabouts")).split()
+    assert secret == "xyzzy"
+    assert (await text_of(second, "whereabouts")).split() == [pid, secret]
+    waiting = asyncio.ensure_future(ask(second, "hang"))
+    await asyncio.sleep(0.2)
+    os.kill(int(pid), signal.SIGKILL)
+    assert kind_of(await waiting) is IncidentKind.TOOL_UNAVAILABLE
+    other_pid, _ = (await text_of(first, "whereabouts")).split()
+    assert other_pid != pid
+    assert (await text_of(second, "whereabouts")).split()[0] == other_pid
+    assert await first.close() == []
+    assert started() == {int(other_pid)}
+    assert await second.close() == []
     assert not started()
 
 
@@ -248,23 +224,19 @@ def test_sixty_four_rows_share_one_server(http: HttpServer, is_remote: bool, ses
         assert trajectory.output.incidents == ()
 
 
-def test_a_session_is_reopened_when_an_http_server_restarts(http: HttpServer) -> None:
+async def test_a_session_is_reopened_when_an_http_server_restarts(http: HttpServer) -> None:
     lasting, fleeting = mcp_tools({"url": http.url, "session": "shared"}), mcp_tools({"url": http.url})
-
-    async def main() -> None:
-        shared, own = session_of(lasting), session_of(fleeting)
-        assert await text_of(shared, "add", a=1, b=1) == "2"
-        assert await text_of(own, "add", a=1, b=1) == "2"
-        waiting = [asyncio.ensure_future(ask(session, "hang")) for session in (shared, own)]
-        await asyncio.sleep(0.2)
-        await asyncio.to_thread(http.kill)
-        assert [kind_of(await task) for task in waiting] == [IncidentKind.TOOL_UNAVAILABLE] * 2
-        assert kind_of(await ask(shared, "add", a=1, b=1)) is IncidentKind.TOOL_UNAVAILABLE
-        await asyncio.to_thread(http.start)
-        assert await text_of(shared, "add", a=2, b=2) == "4"
-        assert kind_of(await ask(own, "add", a=1, b=1)) is IncidentKind.TOOL_UNAVAILABLE
-        assert await shared.close() == []
-        assert await own.close() == []
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(main())
+    shared, own = session_of(*lasting), session_of(*fleeting)
+    assert await text_of(shared, "add", a=1, b=1) == "2"
+    assert await text_of(own, "add", a=1, b=1) == "2"
+    waiting = [asyncio.ensure_future(ask(session, "hang")) for session in (shared, own)]
+    await asyncio.sleep(0.2)
+    await asyncio.to_thread(http.kill)
+    assert [kind_of(await task) for task in waiting] == [IncidentKind.TOOL_UNAVAILABLE] * 2
+    assert kind_of(await ask(shared, "add", a=1, b=1)) is IncidentKind.TOOL_UNAVAILABLE
+    await asyncio.to_thread(http.start)
+    assert await text_of(shared, "add", a=2, b=2) == "4"
+    assert kind_of(await ask(own, "add", a=1, b=1)) is IncidentKind.TOOL_UNAVAILABLE
+    assert await shared.close() == []
+    assert await own.close() == []
+    assert asyncio.all_tasks() == {asyncio.current_task()}

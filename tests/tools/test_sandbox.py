@@ -1,8 +1,11 @@
-"""Measurement of the isolation, and cleanup when a process dies."""
+"""Measurement of the isolation, cleanup when a process dies, and the filter of system calls."""
 
 import asyncio
+import errno
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -12,7 +15,8 @@ import pytest
 
 from agent_loop.errors import ConfigError, SandboxError
 from agent_loop.tools.python import PythonTool
-from agent_loop.tools.sandbox.inside import landlock
+from agent_loop.tools.sandbox.inside import landlock, seccomp
+from agent_loop.tools.sandbox.inside.seccomp import ABSENT, ARCHITECTURES, OF_OWNERS, RULES, Numbers
 from agent_loop.tools.sandbox.inside.supervisor import Output
 from agent_loop.tools.sandbox.probe import find_escapes
 from agent_loop.tools.sandbox.sandbox import open_sandbox
@@ -173,3 +177,103 @@ def test_without_isolation_limits_hold_and_daemons_end(monkeypatch: pytest.Monke
     assert bomb.text.endswith("MemoryError")
     assert after.text == "1"
     assert running(marker) == []
+
+
+REFUSED_CALLS = seccomp.REFUSED | OF_OWNERS
+HEADERS = {
+    "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
+    "aarch64": Path("/usr/include/asm-generic/unistd.h"),
+}
+CLONE, CLONE3, SOCKET, SOCKETPAIR, OPENAT = (56, 220), (435, 435), (41, 198), (53, 199), (257, 56)
+
+
+def verdict(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
+    """Return the decision of a machine's filter on a system call, by running its program by hand."""
+    lines = seccomp.make_program(machine, refused=REFUSED_CALLS, rules=RULES)
+    architecture = ARCHITECTURES[machine][0] if architecture is None else architecture
+    data = {seccomp.NUMBER_OFFSET: number, seccomp.ARCHITECTURE_OFFSET: architecture}
+    for place in range(6):
+        data[seccomp.ARGUMENTS_OFFSET + 8 * place] = arguments[place] if place < len(arguments) else 0
+    loaded, at = 0, 0
+    while True:
+        code, if_true, if_false, operand = lines[at]
+        at += 1
+        if code == seccomp.LOAD:
+            loaded = data[operand]
+        elif code == seccomp.AND:
+            loaded &= operand
+        elif code == seccomp.JUMP_EQUAL:
+            at += if_true if loaded == operand else if_false
+        elif code == seccomp.JUMP_AT_LEAST:
+            at += if_true if loaded >= operand else if_false
+        else:
+            return operand
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def machine(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def test_refused_system_calls_fail_and_others_are_allowed(machine: str) -> None:
+    column = ARCHITECTURES[machine][1]
+    refused = {numbers[column] for numbers in REFUSED_CALLS.values()} - {ABSENT}
+    ruled = {rule.numbers[column] for rule in RULES}
+    for number in range(600):
+        said = verdict(machine, number)
+        if number in refused:
+            assert said == seccomp.ERRNO | errno.EPERM
+        elif number not in ruled:
+            assert said == seccomp.ALLOW
+
+
+@pytest.mark.parametrize("number", [0, 1, 62, 0x40000000, 0x40000000 + 101, ABSENT])
+def test_system_calls_of_another_architecture_kill_the_process(machine: str, number: int) -> None:
+    i386 = 0x40000003
+    assert verdict(machine, number, architecture=i386) == seccomp.KILL
+    if number >= seccomp.X32_BIT:
+        assert verdict(machine, number) == seccomp.KILL
+
+
+@pytest.mark.parametrize(
+    ("numbers", "arguments", "error"),
+    [
+        (CLONE, (0x00010F00,), 0),  # a thread
+        (CLONE, (17,), 0),  # a process
+        (CLONE, (0x10000000 | 17,), errno.EPERM),
+        (CLONE, (0x40000000 | 17,), errno.EPERM),
+        (CLONE3, (), errno.ENOSYS),
+        (SOCKET, (socket.AF_UNIX,), errno.ENETUNREACH),
+        (SOCKET, (socket.AF_INET,), errno.ENETUNREACH),
+        (SOCKETPAIR, (socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC), 0),
+        (SOCKETPAIR, (socket.AF_UNIX, socket.SOCK_DGRAM), errno.ENETUNREACH),
+        (SOCKETPAIR, (socket.AF_INET, socket.SOCK_STREAM), errno.ENETUNREACH),
+        (OPENAT, (0, 0, 0o100), 0),
+        (OPENAT, (0, 0, 0o1 | 0o100 | 0o1000), 0),
+        (OPENAT, (0, 0, 0o1000), errno.EPERM),
+        ((302, 261), (0,), 0),
+        ((302, 261), (1,), errno.EPERM),
+        ((141, 140), (0, 0, 5), 0),
+        ((141, 140), (2, 0, 5), errno.EPERM),
+        ((141, 140), (0, 1, 5), errno.EPERM),
+    ],
+)
+def test_rules_depend_on_the_arguments(
+    machine: str, numbers: Numbers, arguments: tuple[int, ...], error: int
+) -> None:
+    number = numbers[ARCHITECTURES[machine][1]]
+    assert verdict(machine, number, *arguments) == (seccomp.ERRNO | error if error else seccomp.ALLOW)
+
+
+def test_the_numbers_match_the_kernel_headers(machine: str) -> None:
+    header, column = HEADERS[machine], ARCHITECTURES[machine][1]
+    if not header.exists():
+        pytest.skip(f"{header} is not installed")
+    known = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)\s*$", header.read_text(), re.MULTILINE))
+    ours = {
+        name: str(numbers[column]) for name, numbers in REFUSED_CALLS.items() if numbers[column] != ABSENT
+    }
+    assert {name: known[name] for name in ours if name in known} == {
+        name: number for name, number in ours.items() if name in known
+    }
+    assert len(known.keys() & ours.keys()) > 50

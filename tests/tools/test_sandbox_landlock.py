@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Generator
 from pathlib import Path
 
@@ -65,22 +66,16 @@ def test_files_over_the_limit_are_reported_and_removed(code: str, folder: Path) 
     assert [after.text, last.text] == ["[]", "2"]
 
 
-FILL_LATER = f"""
-import os, threading
-def fill():
-    {FILL.replace(chr(10), chr(10) + "    ")}
-    threading.Event().wait()
-threading.Timer(0.05, fill).start()
-os.getpid()
-"""
-
-
 def test_files_that_a_thread_writes_between_calls_are_counted(folder: Path) -> None:
+    wait = "    time.sleep(0.05)\n" + textwrap.indent(FILL, "    ") + "    time.sleep(100)\n"
+    code = (
+        f"import os, threading, time\ndef fill():\n{wait}threading.Thread(target=fill).start()\nos.getpid()"
+    )
     tool = python_tool()
 
     async def main() -> str:
         await tool.create("i")
-        interpreter = await ask(tool, "i", FILL_LATER)
+        interpreter = await ask(tool, "i", code)
         assert ends(int(interpreter.text))
         answer = await ask(tool, "i", "1 + 1")
         await tool.release("i")
@@ -90,9 +85,9 @@ def test_files_that_a_thread_writes_between_calls_are_counted(folder: Path) -> N
 
 
 def test_folders_of_the_host_cannot_be_listed() -> None:
-    for path in ("/", "/proc", "/tmp", "/root", "/sys", "/etc"):
-        (answer,) = talk(f"import os; os.listdir({path!r})")
-        assert "PermissionError" in answer.text
+    paths = ("/", "/proc", "/tmp", "/root", "/sys", "/etc")
+    answers = talk(*(f"import os; os.listdir({path!r})" for path in paths))
+    assert all("PermissionError" in answer.text for answer in answers)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root, which gives sandboxes users of their own")
@@ -153,6 +148,38 @@ def contained(user_id: int, *command: str, **environment: str) -> subprocess.Com
     )
 
 
+VISIT = """
+import asyncio, os, sys, tempfile
+from agent_loop.tools.python import PythonTool
+from tests.tools.sandboxes import ask
+
+ATTEMPTS = [
+    "open({secret!r})",
+    "import os; os.chmod({secret!r}, 0o600)",
+    "import os; os.utime({secret!r})",
+    "import os; os.truncate({secret!r}, 0)",
+    "import os; os.unlink({secret!r})",
+    "import os; os.kill({agent}, 0)",
+    "import os; os.kill(os.getppid(), 0)",
+    "open('/proc/{agent}/environ')",
+    "import socket; socket.socket(socket.AF_UNIX)",
+    "import os\\nwhile True:\\n    if os.fork() == 0: os.setsid()",
+    "6 * 7",
+]
+
+async def main():
+    tool = PythonTool({"python": sys.executable, "max_processes": 16, "time_limit_s": 5.0})
+    await tool.create("i")
+    with tempfile.NamedTemporaryFile() as secret:
+        for attempt in ATTEMPTS:
+            answer = await ask(tool, "i", attempt.format(secret=secret.name, agent=os.getpid()))
+            print(answer.is_error, answer.text.splitlines()[-1])
+    await tool.release("i")
+
+asyncio.run(main())
+"""
+
+
 @pytest.mark.timeout(400)
 def test_the_escapes_fail_in_a_container_too() -> None:
     python_tool()
@@ -164,14 +191,15 @@ def test_the_escapes_fail_in_a_container_too() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root, to become a user without privileges")
-def test_an_unprivileged_user_is_isolated_in_a_container_too(tmp_path: Path) -> None:
+def test_an_unprivileged_user_is_isolated_in_a_container_too() -> None:
     python_tool()
     if landlock.version() < SCOPED_SIGNALS_VERSION:
         pytest.skip("NO SANDBOX HERE for users without privileges: the kernel is older than Linux 6.12")
-    ran = contained(USER_ID, "-m", "tests.tools.visitor", HOME="/")
+    ran = contained(USER_ID, "-c", VISIT, "a visitor", HOME="/")
     assert ran.returncode == 0, ran.stderr
     *attempts, killed, alive = ran.stdout.splitlines()
+    assert len(attempts) == 9
     assert [line for line in attempts if not line.startswith(("True PermissionError", "True OSError"))] == []
     assert killed.startswith("True The code ran more than 16 processes, and they were killed")
-    assert alive == "42"
-    assert running("tests.tools.visitor") == []
+    assert alive == "False 42"
+    assert running("a visitor") == []

@@ -1,3 +1,5 @@
+"""Tools within a trajectory: their life, their errors, and the limits of their calls."""
+
 import asyncio
 import threading
 from collections.abc import Callable
@@ -5,21 +7,18 @@ from typing import Any
 
 import pytest
 
-from agent_loop.errors import ConfigError, DataError, EpisodeError, ToolBug, ToolError
+from agent_loop.errors import ConfigError, DataError, EpisodeError, ToolBug, ToolError, ToolUnavailable
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.testing import run_virtual
-from agent_loop.tools.base import BaseTool, ToolResponse
+from agent_loop.tools.base import BaseTool, ToolResponse, trajectory_of
 from agent_loop.tools.function import function_tool
 from agent_loop.tools.results import ToolResult
-from agent_loop.tools.session import ToolSession, ToolSessionConfig
+from agent_loop.tools.session import ToolSession
 from agent_loop.trajectory import IncidentKind
 from agent_loop.types import ToolCall
+from tests.tools.harness import execute, kind_of, session_of, tool_schema
 
-CONFIG = ToolSessionConfig(timeout_s=60, close_timeout_s=10)
-
-
-def schema(name: str) -> dict[str, Any]:
-    parameters = {"type": "object", "properties": {"text": {"type": "string"}}}
-    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+pytestmark = pytest.mark.virtual_time
 
 
 async def hang() -> None:
@@ -30,7 +29,7 @@ class Notebook(BaseTool):
     """Tool that logs its calls. Each stage can run a given function."""
 
     def __init__(self, name: str = "notebook", **stages: Callable[..., Any]) -> None:
-        super().__init__({}, schema(name))
+        super().__init__({}, tool_schema(name, text="string"))
         self.log: list[tuple[str, str, dict[str, Any]]] = []
         self.stages = stages
 
@@ -56,9 +55,28 @@ class Notebook(BaseTool):
     def events(self) -> list[str]:
         return [stage for stage, _, _ in self.log]
 
+    def ids(self, stage: str) -> list[str]:
+        return [instance_id for passed, instance_id, _ in self.log if passed == stage]
 
-def session_of(*tools: BaseTool, **tools_kwargs: Any) -> ToolSession:
-    return ToolSession({tool.name: tool for tool in tools}, config=CONFIG, tools_kwargs=tools_kwargs)
+
+class Service(Notebook):
+    """Tool that takes a second and is unavailable a given number of times."""
+
+    def __init__(self, *, faults: int = 0, seconds: float = 1.0) -> None:
+        super().__init__("service", execute=self.serve)
+        self.faults, self.seconds = faults, seconds
+        self.running = self.most_at_once = 0
+
+    async def serve(self) -> str:
+        self.running += 1
+        self.most_at_once = max(self.most_at_once, self.running)
+        try:
+            await asyncio.sleep(self.seconds)
+        finally:
+            self.running -= 1
+        if self.events.count("execute") <= self.faults:
+            raise ToolUnavailable("no answer")
+        return "served"
 
 
 def call(name: str = "notebook", **arguments: Any) -> ToolCall:
@@ -76,54 +94,22 @@ def returning(value: Any) -> Callable[[], Any]:
     return lambda: value
 
 
-def execute_once(tool: BaseTool, the_call: ToolCall) -> ToolResult:
-    async def main() -> ToolResult:
-        session = session_of(tool)
-        try:
-            return await session.execute(the_call)
-        finally:
-            assert await session.close() == []
-            assert session.num_open == 0
-
-    return run_virtual(main())
-
-
-def kind_of(result: ToolResult) -> IncidentKind | None:
-    return None if result.incident is None else result.incident.kind
-
-
-def test_a_tool_is_created_once_and_released_once() -> None:
-    tool = Notebook()
-
-    async def main() -> None:
-        session = session_of(tool)
-        assert (await session.execute(call(text="a"))).response.text == "a"
-        await session.execute(call(text="b"))
-        assert session.num_open == 1
-        assert await session.close() == []
-        assert await session.close() == []
-        assert session.num_open == 0
-
-    run_virtual(main())
-    assert tool.events == ["create", "execute", "execute", "release"]
+async def test_a_tool_is_created_once_and_released_once() -> None:
+    tool = Notebook(create=lambda: asyncio.sleep(1), execute=lambda: asyncio.sleep(1))
+    session = session_of(tool)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(2):
+            group.create_task(session.execute(call()))
+    assert (await session.execute(call(text="a"))).response.text == "a"
+    assert session.num_open == 1
+    assert await session.close() == []
+    assert await session.close() == []
+    assert session.num_open == 0
+    assert tool.events == ["create", "execute", "execute", "execute", "release"]
     assert len({instance_id for _, instance_id, _ in tool.log}) == 1
 
 
-def test_concurrent_calls_share_one_instance() -> None:
-    tool = Notebook(create=lambda: asyncio.sleep(1), execute=lambda: asyncio.sleep(1))
-
-    async def main() -> None:
-        session = session_of(tool)
-        async with asyncio.TaskGroup() as group:
-            for _ in range(3):
-                group.create_task(session.execute(call()))
-        await session.close()
-
-    run_virtual(main())
-    assert tool.events == ["create", "execute", "execute", "execute", "release"]
-
-
-def test_each_stage_gets_its_kwargs_from_the_row() -> None:
+async def test_each_stage_gets_its_kwargs_from_the_row() -> None:
     tool = Notebook()
     kwargs: dict[str, Any] = {
         "create_kwargs": {"truth": 42},
@@ -131,14 +117,10 @@ def test_each_stage_gets_its_kwargs_from_the_row() -> None:
         "calc_reward_kwargs": None,
         "release_kwargs": {"force": True},
     }
-
-    async def main() -> None:
-        session = session_of(tool, notebook=kwargs, other_column=None)
-        await session.execute(call())
-        await session.calc_rewards()
-        await session.close()
-
-    run_virtual(main())
+    session = session_of(tool, notebook=kwargs, other_column=None)
+    await session.execute(call())
+    await session.calc_rewards()
+    await session.close()
     assert [given for _, _, given in tool.log] == [{"truth": 42}, {"user": "ann"}, {}, {"force": True}]
 
 
@@ -157,25 +139,24 @@ def test_a_row_with_unknown_tools_kwargs_is_refused(tools_kwargs: dict[str, Any]
 
 
 @pytest.mark.parametrize("stage", ["create", "execute"])
-def test_the_model_reads_the_message_of_a_tool_error(stage: str) -> None:
-    tool = Notebook(**{stage: raising(ToolError("no page 7\nof 5"))})
-    result = execute_once(tool, call())
-    assert result.response.text == "no page 7\nof 5"
+async def test_the_model_reads_the_message_of_a_tool_error(stage: str) -> None:
+    result = await execute(Notebook(**{stage: raising(ToolError("no page 7\nof \ud8005"))}))
+    assert result.response.text == "no page 7\nof ?5"
     assert kind_of(result) is IncidentKind.TOOL_ERROR
     assert result.incident is not None
-    assert result.incident.detail == "no page 7 of 5"
+    assert result.incident.detail == "no page 7 of ?5"
 
 
 @pytest.mark.parametrize("stage", ["create", "execute"])
-def test_a_hung_tool_times_out_and_is_released(stage: str) -> None:
+async def test_a_hung_tool_times_out_and_is_released(stage: str) -> None:
     tool = Notebook(**{stage: hang})
-    result = execute_once(tool, call())
+    result = await execute(tool)
     assert kind_of(result) is IncidentKind.TOOL_TIMEOUT
     assert result.response.text == "notebook took longer than 60 s and was stopped"
     assert tool.events[-1] == "release"
 
 
-def test_a_function_that_blocks_its_thread_times_out() -> None:
+async def test_a_function_that_blocks_its_thread_times_out() -> None:
     unblock = threading.Event()
 
     @function_tool
@@ -183,11 +164,13 @@ def test_a_function_that_blocks_its_thread_times_out() -> None:
         """Blocks."""
         unblock.wait()
 
-    assert kind_of(execute_once(block, call("block"))) is IncidentKind.TOOL_TIMEOUT
+    session = session_of(block)
+    assert kind_of(await session.execute(call("block"))) is IncidentKind.TOOL_TIMEOUT
+    assert await session.close() == []
     unblock.set()
 
 
-def test_a_failed_create_is_repeated_by_the_next_call_and_both_are_released() -> None:
+async def test_a_failed_create_is_repeated_by_the_next_call_and_both_are_released() -> None:
     failures = [ToolError("busy")]
 
     def create() -> None:
@@ -195,51 +178,37 @@ def test_a_failed_create_is_repeated_by_the_next_call_and_both_are_released() ->
             raise failures.pop()
 
     tool = Notebook(create=create)
-
-    async def main() -> None:
-        session = session_of(tool)
-        assert kind_of(await session.execute(call())) is IncidentKind.TOOL_ERROR
-        assert kind_of(await session.execute(call())) is None
-        assert session.num_open == 2
-        assert await session.close() == []
-
-    run_virtual(main())
+    session = session_of(tool)
+    assert kind_of(await session.execute(call())) is IncidentKind.TOOL_ERROR
+    assert kind_of(await session.execute(call())) is None
+    assert session.num_open == 2
+    assert await session.close() == []
     assert tool.events == ["create", "create", "execute", "release", "release"]
-    created = [instance_id for stage, instance_id, _ in tool.log if stage == "create"]
-    released = [instance_id for stage, instance_id, _ in tool.log if stage == "release"]
-    assert created == released
-    assert len(set(created)) == 2
+    assert tool.ids("create") == tool.ids("release")
+    assert len(set(tool.ids("create"))) == 2
 
 
 @pytest.mark.parametrize("stage", ["create", "execute"])
-@pytest.mark.parametrize(
-    "error", [ZeroDivisionError("by zero"), TimeoutError("read timed out"), KeyError("x")]
-)
-def test_any_other_exception_is_a_bug_of_the_tool(stage: str, error: Exception) -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), TimeoutError("read timed out")])
+async def test_any_other_exception_is_a_bug_of_the_tool(stage: str, error: Exception) -> None:
     tool = Notebook(**{stage: raising(error)})
-    with pytest.raises(
-        ToolBug, match=f"tool 'notebook' raised {type(error).__name__}.*'text': 'hi'"
-    ) as caught:
-        execute_once(tool, call(text="hi"))
+    message = f"tool 'notebook' raised {type(error).__name__}.*'text': 'hi'"
+    with pytest.raises(ToolBug, match=message) as caught:
+        await execute(tool, text="hi")
     assert caught.value.__cause__ is error
     assert tool.events[-1] == "release"
 
 
-class Panic(BaseException):
-    """Exception like the one that Rust extensions raise on a panic."""
-
-
-@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(1), Panic("unreachable")])
-def test_a_tool_can_neither_fake_a_cancellation_nor_end_the_process(error: BaseException) -> None:
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(1)])
+async def test_a_tool_can_neither_fake_a_cancellation_nor_end_the_process(error: BaseException) -> None:
     with pytest.raises(ToolBug, match="raised RuntimeError: it raised"):
-        execute_once(Notebook(execute=raising(error)), call())
+        await execute(Notebook(execute=raising(error)))
 
 
 @pytest.mark.parametrize(
     "returned",
     [
         7,
-        ["text"],
         (),
         (ToolResponse(), None, {}, {}),
         (None, None, {}),
@@ -251,9 +220,9 @@ def test_a_tool_can_neither_fake_a_cancellation_nor_end_the_process(error: BaseE
         (ToolResponse(), None, []),
     ],
 )
-def test_a_result_of_the_wrong_shape_is_a_bug_of_the_tool(returned: Any) -> None:
+async def test_a_result_of_the_wrong_shape_is_a_bug_of_the_tool(returned: Any) -> None:
     with pytest.raises(ToolBug, match=r"tool 'notebook' returned .*; return "):
-        execute_once(Notebook(execute=returning(returned)), call())
+        await execute(Notebook(execute=returning(returned)))
 
 
 @pytest.mark.parametrize(
@@ -265,45 +234,43 @@ def test_a_result_of_the_wrong_shape_is_a_bug_of_the_tool(returned: Any) -> None
         (({"total": 3},), '{"total": 3}', None),
         (("fine", 0.5), "fine", 0.5),
         (({"total": 3}, None, None), '{"total": 3}', None),
+        ("a\ud800b", "a?b", None),
     ],
 )
-def test_reward_and_extra_may_be_omitted_and_a_dict_becomes_json(
+async def test_reward_and_extra_may_be_omitted_and_a_dict_becomes_json(
     returned: Any, text: str, reward: float | None
 ) -> None:
-    result = execute_once(Notebook(execute=returning(returned)), call())
+    result = await execute(Notebook(execute=returning(returned)))
     assert result == ToolResult(ToolResponse(text=text), reward=reward)
 
 
-def test_an_unpaired_surrogate_is_replaced_so_that_records_can_be_written() -> None:
-    result = execute_once(Notebook(execute=returning(("a\ud800b", None, {}))), call())
-    assert result.response.text == "a?b"
-    refused = execute_once(Notebook(execute=raising(ToolError("no \ud800"))), call())
-    assert refused.response.text == "no ?"
-
-
-def test_a_tool_cannot_change_the_recorded_call() -> None:
+async def test_a_tool_cannot_change_the_recorded_call() -> None:
     class Eater(Notebook):
         async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
             return parameters.pop("text"), None, {}
 
-    the_call = call(text="kept")
-    assert execute_once(Eater(), the_call).response.text == "kept"
+    session, the_call = session_of(Eater()), call(text="kept")
+    assert (await session.execute(the_call)).response.text == "kept"
     assert the_call.arguments == {"text": "kept"}
+    await session.close()
 
 
-def test_only_tools_that_were_used_are_asked_for_rewards() -> None:
+async def test_tools_that_were_used_or_are_always_judged_are_asked_for_rewards() -> None:
     used = Notebook("used", calc_reward=returning(0.5))
     silent = Notebook("silent")
     unused = Notebook("unused", calc_reward=returning(1.0))
-
-    async def main() -> None:
-        session = session_of(used, silent, unused)
-        await session.execute(call("used"))
-        await session.execute(call("silent"))
-        assert await session.calc_rewards() == {"used": 0.5}
-        await session.close()
-
-    run_virtual(main())
+    always = Notebook("always", calc_reward=returning(0.25))
+    always.is_always_judged = True
+    assert not session_of(used, silent, unused).has_verdict
+    session = session_of(used, silent, unused, always, always={"create_kwargs": {"page": 3}})
+    assert session.has_verdict
+    await session.execute(call("used"))
+    await session.execute(call("silent"))
+    assert await session.calc_rewards() == {"used": 0.5, "always": 0.25}
+    assert await session.close() == []
+    assert always.events == ["create", "calc_reward", "release"]
+    assert always.log[0][2] == {"page": 3}
+    assert unused.events == []
 
 
 @pytest.mark.parametrize(
@@ -314,46 +281,38 @@ def test_only_tools_that_were_used_are_asked_for_rewards() -> None:
         (returning("high"), "calc_reward of tool 'notebook' returned 'high' .str. as its reward"),
     ],
 )
-def test_a_reward_that_fails_is_a_bug_of_the_tool(verdict: Callable[[], Any], says: str) -> None:
-    async def main() -> None:
-        session = session_of(Notebook(calc_reward=verdict))
-        await session.execute(call())
-        with pytest.raises(ToolBug, match=says):
-            await session.calc_rewards()
-        assert await session.close() == []
-
-    run_virtual(main())
+async def test_a_reward_that_fails_is_a_bug_of_the_tool(verdict: Callable[[], Any], says: str) -> None:
+    session = session_of(Notebook(calc_reward=verdict))
+    await session.execute(call())
+    with pytest.raises(ToolBug, match=says):
+        await session.calc_rewards()
+    assert await session.close() == []
 
 
-def test_a_failing_or_hanging_release_is_reported_and_does_not_affect_others() -> None:
+async def test_a_failing_or_hanging_release_is_reported_and_does_not_affect_others() -> None:
     tools = [
         Notebook("failing", release=raising(OSError("disk full"))),
         Notebook("hanging", release=hang),
         Notebook("cancelling", release=raising(asyncio.CancelledError())),
         Notebook("fine", release=lambda: asyncio.sleep(5)),
     ]
-
-    async def main() -> list[str]:
-        session = session_of(*tools)
-        for tool in tools:
-            await session.execute(call(tool.name))
-        started = asyncio.get_running_loop().time()
-        incidents = await session.close()
-        assert asyncio.get_running_loop().time() - started == pytest.approx(10)
-        assert {incident.kind for incident in incidents} == {IncidentKind.CLOSE_FAILED}
-        assert session.num_open == 0
-        return sorted(incident.detail for incident in incidents)
-
-    details = run_virtual(main())
-    assert len(details) == 3
-    assert details[0].startswith("closing tool 'cancelling' raised RuntimeError: it raised CancelledError")
-    assert details[1] == "closing tool 'failing' raised OSError: disk full"
-    assert details[2] == "closing tool 'hanging' took longer than 10 s"
+    session = session_of(*tools)
+    for tool in tools:
+        await session.execute(call(tool.name))
+    started = asyncio.get_running_loop().time()
+    incidents = await session.close()
+    assert asyncio.get_running_loop().time() - started == pytest.approx(10)
+    assert {incident.kind for incident in incidents} == {IncidentKind.CLOSE_FAILED}
+    assert session.num_open == 0
+    cancelling, failing, hanging = sorted(incident.detail for incident in incidents)
+    assert cancelling.startswith("closing tool 'cancelling' raised RuntimeError: it raised CancelledError")
+    assert failing == "closing tool 'failing' raised OSError: disk full"
+    assert hanging == "closing tool 'hanging' took longer than 10 s"
     assert all(tool.events.count("release") == 1 for tool in tools)
 
 
-async def cancelled_during(session: ToolSession, work: Callable[[], Any], *, after_s: float) -> None:
-    """Run the work in a task that is cancelled halfway, and close the session in any case."""
+async def cancel_during(session: ToolSession, work: Callable[[], Any]) -> None:
+    """Run the work in a task that is cancelled after a second, and close the session in any case."""
 
     async def main() -> None:
         try:
@@ -363,25 +322,21 @@ async def cancelled_during(session: ToolSession, work: Callable[[], Any], *, aft
 
     async with asyncio.TaskGroup() as group:
         task = group.create_task(main())
-        await asyncio.sleep(after_s)
+        await asyncio.sleep(1)
         task.cancel()
     assert task.cancelled()
+    assert session.num_open == 0
 
 
 @pytest.mark.parametrize("stage", ["create", "execute"])
-def test_a_cancelled_call_is_cancelled_and_its_instance_released(stage: str) -> None:
+async def test_a_cancelled_call_is_cancelled_and_its_instance_released(stage: str) -> None:
     tool = Notebook(**{stage: hang})
-
-    async def main() -> None:
-        session = session_of(tool)
-        await cancelled_during(session, lambda: session.execute(call()), after_s=1)
-        assert session.num_open == 0
-
-    run_virtual(main())
+    session = session_of(tool)
+    await cancel_during(session, lambda: session.execute(call()))
     assert tool.events.count("release") == 1
 
 
-def test_a_cancellation_during_close_waits_for_the_releases() -> None:
+async def test_a_cancellation_during_close_waits_for_the_releases() -> None:
     ended: list[str] = []
 
     async def release() -> None:
@@ -389,56 +344,138 @@ def test_a_cancellation_during_close_waits_for_the_releases() -> None:
         ended.append("slow")
         raise OSError("late")
 
-    async def main() -> None:
-        session = session_of(Notebook(release=release))
+    session = session_of(Notebook(release=release))
+    await session.execute(call())
+    await cancel_during(session, session.close)
+    assert ended == ["slow"]
+    [incident] = await session.close()
+    assert incident.detail == "closing tool 'notebook' raised OSError: late"
+
+
+async def test_a_closed_session_refuses_calls() -> None:
+    session = session_of(Notebook())
+    await session.close()
+    with pytest.raises(EpisodeError, match="one session per trajectory"):
         await session.execute(call())
-        await cancelled_during(session, lambda: session.close(), after_s=1)
-        assert ended == ["slow"]
-        assert session.num_open == 0
-        assert [incident.detail for incident in await session.close()] == [
-            "closing tool 'notebook' raised OSError: late"
-        ]
-
-    run_virtual(main())
 
 
-def test_a_closed_session_refuses_calls() -> None:
-    async def main() -> None:
-        session = session_of(Notebook())
-        await session.close()
-        with pytest.raises(EpisodeError, match="one session per trajectory"):
-            await session.execute(call())
-
-    run_virtual(main())
-
-
-def test_a_tool_that_is_always_judged_is_created_and_judged_without_a_call() -> None:
-    tool, other = Notebook(calc_reward=returning(0.5)), Notebook("other", calc_reward=returning(0.25))
-    tool.is_always_judged = True
-
-    async def main() -> None:
-        session = session_of(tool, other, notebook={"create_kwargs": {"page": 3}})
-        assert session.has_verdict
-        assert await session.calc_rewards() == {"notebook": 0.5}
-        assert await session.close() == []
-
-    run_virtual(main())
-    assert tool.events == ["create", "calc_reward", "release"]
-    assert tool.log[0][2] == {"page": 3}
-    assert other.events == []
-
-
-def test_a_tool_may_take_longer_than_others_to_judge_and_to_close() -> None:
+async def test_a_tool_may_take_longer_than_others_to_judge_and_to_close() -> None:
     tool = Notebook(calc_reward=lambda: asyncio.sleep(100, 1.0), release=lambda: asyncio.sleep(100))
     tool.close_timeout_s = 200
+    session = session_of(tool)
+    await session.execute(call())
+    assert await session.calc_rewards() == {"notebook": 1.0}
+    assert await session.close() == []
 
-    async def main() -> None:
-        session = session_of(tool)
-        await session.execute(call())
-        assert await session.calc_rewards() == {"notebook": 1.0}
-        assert await session.close() == []
 
-    run_virtual(main())
-    tool.close_timeout_s = 0
-    with pytest.raises(ConfigError, match="close_timeout_s of tool 'notebook' is 0"):
+async def call_in_trajectories(tool: BaseTool, *, num: int) -> tuple[list[ToolResult], float]:
+    """Run one call in each of several concurrent trajectories. Return the results and the duration."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(execute_and_close(session_of(tool), tool.name)) for _ in range(num)]
+    return [task.result() for task in tasks], asyncio.get_running_loop().time()
+
+
+async def execute_and_close(session: ToolSession, name: str) -> ToolResult:
+    result = await session.execute(ToolCall(name, {}))
+    assert await session.close() == []
+    return result
+
+
+def test_max_concurrent_limits_the_calls_of_all_trajectories_of_each_event_loop() -> None:
+    tool = Service()
+    tool.max_concurrent = 3
+    for _ in range(2):
+        results, seconds = run_virtual(call_in_trajectories(tool, num=10))
+        assert [kind_of(result) for result in results] == [None] * 10
+        assert seconds == pytest.approx(4.0)
+    assert tool.most_at_once == 3
+
+
+async def test_the_time_limit_of_a_call_begins_when_the_call_does() -> None:
+    tool = Service()
+    tool.max_concurrent, tool.timeout_s = 1, 1.5
+    results, seconds = await call_in_trajectories(tool, num=5)
+    assert [kind_of(result) for result in results] == [None] * 5
+    assert seconds == pytest.approx(5.0)
+
+
+async def test_a_cancelled_call_no_longer_counts_as_concurrent() -> None:
+    tool = Service(seconds=1000)
+    tool.max_concurrent, tool.timeout_s = 1, 2000
+    sessions = [session_of(tool) for _ in range(3)]
+    running, waiting = (asyncio.ensure_future(session.execute(call("service"))) for session in sessions[:2])
+    await asyncio.sleep(1)
+    running.cancel()
+    waiting.cancel()
+    await asyncio.wait({running, waiting})
+    tool.seconds = 1
+    assert (await sessions[2].execute(call("service"))).response.text == "served"
+    for session in sessions:
+        await session.close()
+
+
+async def test_a_tools_own_time_limit_overrides_the_general_one() -> None:
+    tool = Service(seconds=10)
+    tool.timeout_s = 2
+    [result], seconds = await call_in_trajectories(tool, num=1)
+    assert kind_of(result) is IncidentKind.TOOL_TIMEOUT
+    assert result.response.text == "service took longer than 2 s and was stopped"
+    assert seconds == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("faults", "text", "kind"),
+    [(2, "served", None), (9, "no answer (tried 3 times)", IncidentKind.TOOL_UNAVAILABLE)],
+)
+async def test_an_unavailable_call_is_retried_if_it_may_run_twice(faults: int, text: str, kind: Any) -> None:
+    tool = Service(faults=faults)
+    tool.on_replay, tool.retries = OnReplay.RECORDED, 2
+    [result], seconds = await call_in_trajectories(tool, num=1)
+    assert (kind_of(result), result.response.text) == (kind, text)
+    assert seconds == pytest.approx(3.0 + 0.25 + 0.5)
+    assert tool.events == ["create", "execute", "execute", "execute", "release"]
+
+
+async def test_a_tool_error_is_not_retried() -> None:
+    tool = Notebook(execute=raising(ToolError("no")))
+    tool.on_replay, tool.retries = "recorded", 3
+    assert kind_of(await execute(tool)) is IncidentKind.TOOL_ERROR
+    assert tool.events.count("execute") == 1
+
+
+@pytest.mark.parametrize("on_replay", [OnReplay.ONCE, OnReplay.RESTART, OnReplay.RERUN])
+def test_a_call_that_may_not_be_run_twice_cannot_ask_for_retries(on_replay: OnReplay) -> None:
+    tool = Service()
+    tool.on_replay, tool.retries = on_replay, 1
+    with pytest.raises(ConfigError, match="set retries to 0, or set on_replay to 'recorded'"):
         session_of(tool)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("retries", -1),
+        ("max_concurrent", 0),
+        ("timeout_s", 0),
+        ("close_timeout_s", 0),
+        ("on_replay", "twice"),
+    ],
+)
+def test_a_limit_out_of_range_is_refused(name: str, value: Any) -> None:
+    tool = Service()
+    session_of(tool)  # (a declaration may change between two trajectories)
+    setattr(tool, name, value)
+    with pytest.raises(ConfigError, match=name):
+        session_of(tool)
+
+
+async def test_instance_ids_identify_their_trajectory() -> None:
+    first, second = Notebook("first"), Notebook("second")
+    for session in [session_of(first, second), session_of(first, second)]:
+        for name in ("first", "second"):
+            await session.execute(call(name))
+        await session.close()
+    ids = first.ids("create"), second.ids("create")
+    assert [trajectory_of(i) for i in ids[0]] == [trajectory_of(i) for i in ids[1]]
+    assert len({*ids[0], *ids[1]}) == 4
+    assert len({trajectory_of(i) for i in ids[0]}) == 2

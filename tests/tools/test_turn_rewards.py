@@ -19,6 +19,7 @@ from agent_loop.types import Message, Origin, ToolCall
 from tests.helpers import call_text, encoded, text_reply, tool_call_reply, user
 from tests.rollout.harness import WorkerHarness
 from tests.rollout.one_line import as_line
+from tests.tools.harness import tool_schema
 
 
 class Payer(BaseTool):
@@ -27,13 +28,16 @@ class Payer(BaseTool):
     on_replay = "recorded"
 
     def __init__(self, name: str) -> None:
-        parameters = {"type": "object", "properties": {"reward": {"type": ["number", "null"]}}}
-        super().__init__({}, {"type": "function", "function": {"name": name, "parameters": parameters}})
+        super().__init__({}, tool_schema(name, reward={"type": ["number", "null"]}))
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
         return ToolResponse(text="paid"), parameters["reward"], {"width": 3, "note": "x"}
+
+
+def pay(reward: float) -> list[ToolCall]:
+    return [ToolCall("gold", {"reward": reward})]
 
 
 class Critic(BaseInteraction):
@@ -84,28 +88,19 @@ def test_two_tools_and_an_interaction_in_three_turns() -> None:
 
 
 def test_calls_without_a_reward_leave_the_columns_empty_and_are_counted() -> None:
-    harness = WorkerHarness(
-        [tool_call_reply("gold", reward=None), tool_call_reply("gone"), text_reply("done")],
-        tools=[Payer("gold")],
-    )
-    trajectory = harness.run_one()
+    script = [tool_call_reply("gold", reward=None), tool_call_reply("gone"), text_reply("done")]
+    trajectory = WorkerHarness(script, tools=[Payer("gold")]).run_one()
     batch = assemble([trajectory], pad_token_id=0)
     assert not batch["has_turn_reward"].any()
     assert not batch["turn_rewards"].any()
     assert [f.incident for f in trajectory.output.feedback] == [None, IncidentKind.UNKNOWN_TOOL]
-    assert feedback_metrics([trajectory]) == {
-        "tools/gold/calls": 1.0,
-        "tools/gold/failed_share": 0.0,
-        "tools/gold/width/mean": 3.0,
-    }
+    expected = {"calls": 1.0, "failed_share": 0.0, "width/mean": 3.0}
+    assert feedback_metrics([trajectory]) == {f"tools/gold/{key}": value for key, value in expected.items()}
 
 
 @register("forks_after_pay")
 class ForksAfterPay(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
-        def pay(reward: float) -> list[ToolCall]:
-            return [ToolCall("gold", {"reward": reward})]
-
         async with self.episode(row["raw_prompt"], tools=self.context.tools) as episode:
             await episode.generate(sampling_params)
             before_pay = episode.mark()
@@ -162,7 +157,7 @@ def test_a_call_before_the_first_sampled_token_belongs_to_no_turn() -> None:
     class CallsFirst(AgentLoopBase):
         async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
             async with self.episode(row["raw_prompt"], tools=self.context.tools) as episode:
-                await episode.call_tools([ToolCall("gold", {"reward": 1.0})])
+                await episode.call_tools(pay(1.0))
                 await episode.generate(sampling_params)
                 await episode.finish()
                 return episode.output()

@@ -71,179 +71,146 @@ async def shell(workspace: Workspace, script: str, **arguments: Any) -> str:
     return result.stdout
 
 
-def test_a_container_runs_commands_with_their_folder_environment_and_input(
+async def sleeping(workspace: Workspace) -> asyncio.Future[Any]:
+    """Start a command that sleeps, and wait until it runs."""
+    task = asyncio.ensure_future(workspace.exec(["sleep", "1234"]))
+    while "1234" not in await shell(workspace, "ps"):
+        pass
+    return task
+
+
+async def test_a_container_runs_commands_with_their_folder_environment_and_input(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "hidden")
-
-    async def scenario() -> None:
-        async with container(env={"OF_WORKSPACE": "1", "PATH": "/bin:/extra"}) as workspace:
-            assert workspace.folder == "/workspace"
-            assert await shell(workspace, "pwd") == "/workspace\n"
-            assert await shell(workspace, "mkdir /workspace/deep; cd /; pwd", folder="/tmp") == "/\n"
-            assert await shell(workspace, "pwd", folder="deep") == "/workspace/deep\n"
-            variables = (await shell(workspace, "env", env={"OF_CALL": "a b"})).splitlines()
-            assert {"OF_WORKSPACE=1", "OF_CALL=a b", "PATH=/bin:/extra"} <= set(variables)
-            assert not [variable for variable in variables if "hidden" in variable]
-            assert await shell(workspace, "cat", stdin=b"given") == "given"
-            failed = await workspace.exec(["sh", "-c", "echo why >&2; exit 3"])
-            assert (failed.exit_code, failed.stderr) == (3, "why\n")
-            assert (await workspace.exec(["sh", "-c", "exit 126"])).exit_code == 126
-            with pytest.raises(WorkspaceError, match=r"no-such-program.*cannot be started"):
-                await workspace.exec(["no-such-program"])
-
-    asyncio.run(scenario())
+    async with container(env={"OF_WORKSPACE": "1", "PATH": "/bin:/extra"}) as workspace:
+        assert workspace.folder == "/workspace"
+        assert await shell(workspace, "pwd") == "/workspace\n"
+        assert await shell(workspace, "mkdir /workspace/deep; cd /; pwd", folder="/tmp") == "/\n"
+        assert await shell(workspace, "pwd", folder="deep") == "/workspace/deep\n"
+        variables = (await shell(workspace, "env", env={"OF_CALL": "a b"})).splitlines()
+        assert {"OF_WORKSPACE=1", "OF_CALL=a b", "PATH=/bin:/extra"} <= set(variables)
+        assert not [variable for variable in variables if "hidden" in variable]
+        assert await shell(workspace, "cat", stdin=b"given") == "given"
+        failed = await workspace.exec(["sh", "-c", "echo why >&2; exit 3"])
+        assert (failed.exit_code, failed.stderr) == (3, "why\n")
+        assert (await workspace.exec(["sh", "-c", "exit 126"])).exit_code == 126
+        with pytest.raises(WorkspaceError, match=r"no-such-program.*cannot be started"):
+            await workspace.exec(["no-such-program"])
 
 
-def test_files_are_put_and_got(tmp_path: Path) -> None:
+async def test_files_are_put_and_got(tmp_path: Path) -> None:
     source = tmp_path / "source"
     (source / "deep").mkdir(parents=True)
     (source / "deep" / "run.sh").write_text("#!/bin/sh\necho ran")
     (source / "deep" / "run.sh").chmod(0o755)
     (source / "link").symlink_to("deep/run.sh")
-
-    async def scenario() -> None:
-        async with container(user="agent") as workspace:
-            await workspace.put(source, ".")
-            await workspace.put(source / "deep" / "run.sh", "a/b/")
-            await workspace.put(source, "again")
-            assert await shell(workspace, "deep/run.sh; ./link; a/b/run.sh; again/link") == "ran\n" * 4
-            assert await shell(workspace, "stat -c %u:%g deep/run.sh") == "1000:1000\n"
-            await shell(
-                workspace, "echo more > deep/more; ln -s /etc/passwd deep/outside; ln -s more deep/inside"
-            )
-            await workspace.get("deep", tmp_path / "got")
-            assert sorted(path.name for path in (tmp_path / "got").iterdir()) == ["inside", "more", "run.sh"]
-            await workspace.get("/workspace/deep/more", tmp_path / "file")
-            assert (tmp_path / "file").read_text() == "more\n"
-            with pytest.raises(WorkspaceFileMissing, match="/workspace/absent"):
-                await workspace.get("absent", tmp_path / "x")
-            with pytest.raises(WorkspaceError, match="absent"):
-                await workspace.put(tmp_path / "absent", "x")
-
-    asyncio.run(scenario())
+    async with container(user="agent") as workspace:
+        await workspace.put(source, ".")
+        await workspace.put(source / "deep" / "run.sh", "a/b/")
+        await workspace.put(source, "again")
+        assert await shell(workspace, "deep/run.sh; ./link; a/b/run.sh; again/link") == "ran\n" * 4
+        assert await shell(workspace, "stat -c %u:%g deep/run.sh") == "1000:1000\n"
+        links = "ln -s /etc/passwd deep/outside; ln -s more deep/inside"
+        await shell(workspace, f"echo more > deep/more; {links}")
+        await workspace.get("deep", tmp_path / "got")
+        assert sorted(path.name for path in (tmp_path / "got").iterdir()) == ["inside", "more", "run.sh"]
+        await workspace.get("/workspace/deep/more", tmp_path / "file")
+        assert (tmp_path / "file").read_text() == "more\n"
+        with pytest.raises(WorkspaceFileMissing, match="/workspace/absent"):
+            await workspace.get("absent", tmp_path / "x")
+        with pytest.raises(WorkspaceError, match="absent"):
+            await workspace.put(tmp_path / "absent", "x")
 
 
-def test_a_folder_or_repository_is_copied_into_a_container(tmp_path: Path) -> None:
+async def test_a_folder_or_repository_is_copied_into_a_container(tmp_path: Path) -> None:
     (tmp_path / "file.txt").write_text("one")
-
-    async def scenario() -> None:
-        settings = {"folder": str(tmp_path), "container": {"image": BUSYBOX}}
-        async with open_workspace(settings) as workspace:
-            assert await shell(workspace, "cat file.txt") == "one"
-
-    asyncio.run(scenario())
+    settings = {"folder": str(tmp_path), "container": {"image": BUSYBOX}}
+    async with open_workspace(settings) as workspace:
+        assert await shell(workspace, "cat file.txt") == "one"
 
 
 @pytest.mark.parametrize("user", ["", "agent"])
-def test_a_command_that_exceeds_its_time_limit_leaves_no_process(user: str) -> None:
-    async def scenario() -> None:
-        async with container(user=user) as workspace:
-            await workspace.exec(["sh", "-c", "setsid sleep 1234 & sleep 1234"], timeout_s=1.5)
-            assert "1234" not in await shell(workspace, "ps")
-
-    asyncio.run(scenario())
+async def test_a_command_that_exceeds_its_time_limit_leaves_no_process(user: str) -> None:
+    async with container(user=user) as workspace:
+        await workspace.exec(["sh", "-c", "setsid sleep 1234 & sleep 1234"], timeout_s=1.5)
+        assert "1234" not in await shell(workspace, "ps")
 
 
-def test_a_command_that_is_cancelled_leaves_no_process() -> None:
-    async def scenario() -> None:
-        async with container() as workspace:
-            task = asyncio.ensure_future(workspace.exec(["sh", "-c", "sleep 1234"]))
-            while "1234" not in await shell(workspace, "ps"):
-                pass
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert "1234" not in await shell(workspace, "ps")
-
-    asyncio.run(scenario())
+async def test_a_command_that_is_cancelled_leaves_no_process() -> None:
+    async with container() as workspace:
+        task = await sleeping(workspace)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert "1234" not in await shell(workspace, "ps")
 
 
-def test_a_container_that_was_killed_is_an_error_and_no_result() -> None:
-    async def scenario() -> None:
-        async with container() as workspace:
-            task = asyncio.ensure_future(workspace.exec(["sleep", "1234"]))
-            while "1234" not in await shell(workspace, "ps"):
-                pass
-            podman("kill", workspace.name)
-            with pytest.raises(WorkspaceError, match="has ended"):
-                await task
-            with pytest.raises(WorkspaceError, match="has ended"):
-                await check_reward(workspace, CheckSettings(command=("true",)))
-
-    asyncio.run(scenario())
+async def test_a_container_that_was_killed_is_an_error_and_no_result() -> None:
+    async with container() as workspace:
+        task = await sleeping(workspace)
+        podman("kill", workspace.name)
+        with pytest.raises(WorkspaceError, match="has ended"):
+            await task
+        with pytest.raises(WorkspaceError, match="has ended"):
+            await check_reward(workspace, CheckSettings(command=("true",)))
 
 
-def test_a_command_whose_client_was_killed_is_an_error_and_leaves_no_process() -> None:
-    async def scenario() -> None:
-        async with container() as workspace:
-            task = asyncio.ensure_future(workspace.exec(["sleep", "4321"]))
-            while "4321" not in await shell(workspace, "ps"):
-                pass
-            pattern = f"podman exec .*{workspace.name}.* sleep 4321"
-            clients = await run_command(["pgrep", "-f", pattern], env=inherited_environment())
-            os.kill(int(clients.stdout), signal.SIGKILL)
-            with pytest.raises(WorkspaceError, match="was ended by signal 9"):
-                await task
-            assert "4321" not in await shell(workspace, "ps")
-
-    asyncio.run(scenario())
+async def test_a_command_whose_client_was_killed_is_an_error_and_leaves_no_process() -> None:
+    async with container() as workspace:
+        task = await sleeping(workspace)
+        pattern = f"podman exec .*{workspace.name}.* sleep 1234"
+        clients = await run_command(["pgrep", "-f", pattern], env=inherited_environment())
+        os.kill(int(clients.stdout), signal.SIGKILL)
+        with pytest.raises(WorkspaceError, match="was ended by signal 9"):
+            await task
+        assert "1234" not in await shell(workspace, "ps")
 
 
-def test_a_container_reaches_the_service_that_it_is_given_and_nothing_else() -> None:
+async def test_a_container_reaches_the_service_that_it_is_given_and_nothing_else() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.0 200 OK\r\ncontent-length: 100000\r\n\r\n" + b"x" * 100_000)
         await writer.drain()
         writer.close()
 
-    async def scenario() -> None:
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        other = await asyncio.start_server(answer, "127.0.0.1", 0)
-        [url, url_of_other] = [f"http://127.0.0.1:{s.sockets[0].getsockname()[1]}" for s in (server, other)]
-        async with server, other, container() as workspace:
-            assert await workspace.reach(url) == url
-            assert len(await shell(workspace, f"wget -q -O - {url}/a; wget -q -O - {url}/b")) >= 2**16
-            assert (await workspace.exec(["wget", "-q", "-O", "-", url_of_other])).exit_code == 1
-            assert (await shell(workspace, "cat /proc/net/dev")).count(":") == 1  # the loopback interface
-        async with server, container(network="host") as workspace:
-            assert (await workspace.exec(["cat", "/proc/net/tcp"])).exit_code == 0
-        async with container(network="none") as workspace:
-            with pytest.raises(WorkspaceError, match="cannot reach"):
-                await workspace.reach(url)
-
-    asyncio.run(scenario())
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    other = await asyncio.start_server(answer, "127.0.0.1", 0)
+    [url, url_of_other] = [f"http://127.0.0.1:{s.sockets[0].getsockname()[1]}" for s in (server, other)]
+    async with server, other, container() as workspace:
+        assert await workspace.reach(url) == url
+        assert len(await shell(workspace, f"wget -q -O - {url}/a; wget -q -O - {url}/b")) >= 2**16
+        assert (await workspace.exec(["wget", "-q", "-O", "-", url_of_other])).exit_code == 1
+        assert (await shell(workspace, "cat /proc/net/dev")).count(":") == 1  # the loopback interface
+    async with server, container(network="host") as workspace:
+        assert (await workspace.exec(["cat", "/proc/net/tcp"])).exit_code == 0
+    async with container(network="none") as workspace:
+        with pytest.raises(WorkspaceError, match="cannot reach"):
+            await workspace.reach(url)
 
 
-def test_limits_hold() -> None:
-    async def scenario() -> None:
-        async with container(BASE, memory="64m", pids=20) as workspace:
-            eater = await workspace.exec(["python3", "-c", "x = b'x' * 200_000_000"])
-            assert eater.exit_code == 137
-            forks = "import os\nfor _ in range(40):\n    if not os.fork(): import time; time.sleep(60)"
-            refused = await workspace.exec(["python3", "-c", forks], timeout_s=20)
-            assert "Resource temporarily unavailable" in refused.stderr
-        async with container(lifetime_s=1) as workspace:
-            deadline = time.monotonic() + 60
-            with pytest.raises(WorkspaceError, match="has ended"):
-                while time.monotonic() < deadline:
-                    await workspace.exec(["sleep", "1"])
-
-    asyncio.run(scenario())
+async def test_limits_hold() -> None:
+    async with container(BASE, memory="64m", pids=20) as workspace:
+        eater = await workspace.exec(["python3", "-c", "x = b'x' * 200_000_000"])
+        assert eater.exit_code == 137
+        forks = "import os\nfor _ in range(40):\n    if not os.fork(): import time; time.sleep(60)"
+        refused = await workspace.exec(["python3", "-c", forks], timeout_s=20)
+        assert "Resource temporarily unavailable" in refused.stderr
+    async with container(lifetime_s=1) as workspace:
+        deadline = time.monotonic() + 60
+        with pytest.raises(WorkspaceError, match="has ended"):
+            while time.monotonic() < deadline:
+                await workspace.exec(["sleep", "1"])
 
 
-def test_mounts_are_seen_inside(tmp_path: Path) -> None:
+async def test_mounts_are_seen_inside(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("shared")
-
-    async def scenario() -> None:
-        async with container(mounts=[f"{tmp_path}:/shared:ro"]) as workspace:
-            assert await shell(workspace, "cat /shared/file") == "shared"
-            assert (await workspace.exec(["touch", "/shared/new"])).exit_code == 1
-
-    asyncio.run(scenario())
+    async with container(mounts=[f"{tmp_path}:/shared:ro"]) as workspace:
+        assert await shell(workspace, "cat /shared/file") == "shared"
+        assert (await workspace.exec(["touch", "/shared/new"])).exit_code == 1
 
 
-def test_an_image_is_built_once_for_each_content(tmp_path: Path) -> None:
+async def test_an_image_is_built_once_for_each_content(tmp_path: Path) -> None:
     dockerfile = tmp_path / "Dockerfile"
     dockerfile.write_text(f"FROM {BUSYBOX}\nARG WORD\nRUN echo $WORD {os.getpid()} > /built\nWORKDIR /app\n")
 
@@ -254,60 +221,48 @@ def test_an_image_is_built_once_for_each_content(tmp_path: Path) -> None:
             image = podman("inspect", "--format", "{{.Image}}", workspace.name)
             return image, f"{workspace.folder} {await shell(workspace, 'cat /built')}"
 
-    async def scenario() -> None:
-        image, text = await built()
-        assert text == f"/app one {os.getpid()}\n"
-        assert (await built())[0] == image
-        await asyncio.to_thread(dockerfile.write_text, f"FROM {BUSYBOX}\nRUN echo to-the-end && exit 7\n")
-        with pytest.raises(WorkspaceError, match="to-the-end"):
-            async with open_workspace({"container": {"dockerfile": str(tmp_path), "pids": 99}}):
-                pass
-        podman("rmi", "--force", image)
-
-    asyncio.run(scenario())
-
-
-def test_an_image_that_does_not_exist_is_named() -> None:
-    async def scenario() -> None:
-        with pytest.raises(WorkspaceError, match="neither has nor can pull"):
-            async with container("localhost/no-such-image"):
-                pass
-
-    asyncio.run(scenario())
-
-
-def test_warm_containers_are_used_once_each_and_removed() -> None:
-    async def scenario() -> None:
-        async with container(pool=2):
+    image, text = await built()
+    assert text == f"/app one {os.getpid()}\n"
+    assert (await built())[0] == image
+    await asyncio.to_thread(dockerfile.write_text, f"FROM {BUSYBOX}\nRUN echo to-the-end && exit 7\n")
+    with pytest.raises(WorkspaceError, match="to-the-end"):
+        async with open_workspace({"container": {"dockerfile": str(tmp_path), "pids": 99}}):
             pass
-        while sum(pool.num_warm for pool in _pools) < 2:
-            await asyncio.to_thread(podman, "version")
-        killed, other = own_containers()
-        podman("kill", killed)
-        async with container(pool=2) as workspace:
-            assert workspace.name == other
-            assert await shell(workspace, "ls; touch dirt") == ""
-        async with container(pool=2) as workspace:
-            assert workspace.name not in (killed, other)
-            assert await shell(workspace, "ls") == ""
-
-    asyncio.run(scenario())
+    podman("rmi", "--force", image)
 
 
-def test_a_start_that_is_cancelled_leaves_no_container() -> None:
+async def test_an_image_that_does_not_exist_is_named() -> None:
+    with pytest.raises(WorkspaceError, match="neither has nor can pull"):
+        async with container("localhost/no-such-image"):
+            pass
+
+
+async def test_warm_containers_are_used_once_each_and_removed() -> None:
+    async with container(pool=2):
+        pass
+    while sum(pool.num_warm for pool in _pools) < 2:
+        await asyncio.to_thread(podman, "version")
+    killed, other = own_containers()
+    podman("kill", killed)
+    async with container(pool=2) as workspace:
+        assert workspace.name == other
+        assert await shell(workspace, "ls; touch dirt") == ""
+    async with container(pool=2) as workspace:
+        assert workspace.name not in (killed, other)
+        assert await shell(workspace, "ls") == ""
+
+
+async def test_a_start_that_is_cancelled_leaves_no_container() -> None:
     async def use_forever() -> None:
         async with container():
             await asyncio.Event().wait()
 
-    async def scenario() -> None:
-        for delay_s in (0.05, 0.15, 0.25, 0.4):
-            task = asyncio.ensure_future(use_forever())
-            await asyncio.wait({task}, timeout=delay_s)
-            task.cancel()
-            await asyncio.wait({task})
-            assert task.cancelled()
-
-    asyncio.run(scenario())
+    for delay_s in (0.05, 0.15, 0.25, 0.4):
+        task = asyncio.ensure_future(use_forever())
+        await asyncio.wait({task}, timeout=delay_s)
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
 
 
 def test_a_shell_agent_works_in_a_container_and_is_judged_there() -> None:
@@ -318,9 +273,8 @@ def test_a_shell_agent_works_in_a_container_and_is_judged_there() -> None:
         text_reply("Done."),
     ]
     check = {"command": ["sh", "-c", "test $(python3 sum.py) = 3"]}
-    harness = WorkerHarness(
-        lambda request: script[request.turn], tools=workspace_tools({"command_timeout_s": 5})
-    )
+    tools = workspace_tools({"command_timeout_s": 5})
+    harness = WorkerHarness(lambda request: script[request.turn], tools=tools)
     row = {"raw_prompt": user("Add."), "workspace": {"container": {"image": BASE}, "check": check}}
     [trajectory] = asyncio.run(harness.worker.run(harness.jobs([row])))
     assert trajectory.output.failure is None
@@ -330,15 +284,12 @@ def test_a_shell_agent_works_in_a_container_and_is_judged_there() -> None:
     assert trajectory.reward == 1.0
 
 
-def test_a_helper_program_opens_the_socket_where_this_process_lacks_the_rights() -> None:
-    async def scenario() -> None:
-        async with container() as workspace:
-            pid = int(podman("inspect", "--format", "{{.State.Pid}}", workspace.name))
-            with await asyncio.to_thread(_by_helper, ["env"], pid, 4321) as listener:
-                client = asyncio.ensure_future(shell(workspace, "nc 127.0.0.1 4321"))
-                connection, _ = await asyncio.to_thread(listener.accept)
-                with connection:
-                    connection.sendall(b"hello")
-                assert await client == "hello"
-
-    asyncio.run(scenario())
+async def test_a_helper_program_opens_the_socket_where_this_process_lacks_the_rights() -> None:
+    async with container() as workspace:
+        pid = int(podman("inspect", "--format", "{{.State.Pid}}", workspace.name))
+        with await asyncio.to_thread(_by_helper, ["env"], pid, 4321) as listener:
+            client = asyncio.ensure_future(shell(workspace, "nc 127.0.0.1 4321"))
+            connection, _ = await asyncio.to_thread(listener.accept)
+            with connection:
+                connection.sendall(b"hello")
+            assert await client == "hello"

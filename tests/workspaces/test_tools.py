@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from agent_loop.config import MultiTurnConfig
 from agent_loop.recording.record import RecordKind
 from agent_loop.rollout.journal import open_journal
 from agent_loop.runtime.owner import this_process
-from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
-from agent_loop.tools.base import BaseTool
+from agent_loop.servers.scripted import ScriptedReply
 from agent_loop.tools.registry import load_tools
 from agent_loop.trajectory import IncidentKind, Trajectory
 from agent_loop.types import StopReason
@@ -41,10 +39,6 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-def check(command: str) -> dict[str, Any]:
-    return {"command": ["sh", "-c", command]}
-
-
 def shell(command: str) -> ScriptedReply:
     return tool_call_reply("shell", command=command)
 
@@ -53,20 +47,20 @@ def edit(path: str, old: str, new: str) -> ScriptedReply:
     return tool_call_reply("edit_file", path=path, old_text=old, new_text=new)
 
 
+DONE = text_reply("Done.")
+
+
 def play(
-    replies: Sequence[ScriptedReply],
-    *,
-    tools: Sequence[BaseTool] | None = None,
-    multi_turn: MultiTurnConfig | None = None,
+    *replies: ScriptedReply,
     rows: Sequence[Mapping[str, Any]],
+    config: Mapping[str, Any] | None = None,
     **limits: Any,
 ) -> list[Trajectory]:
-    """Run rows on the tool loop with one script, in real time, and check that nothing is left."""
-
-    def script(request: ScriptedRequest) -> ScriptedReply:
-        return replies[min(request.turn, len(replies) - 1)]
-
-    harness = WorkerHarness(script, tools=tools or workspace_tools({}), multi_turn=multi_turn, **limits)
+    """Run rows with these workspaces in the tool loop, in real time, and check that nothing is left."""
+    script = [*replies, DONE]
+    harness = WorkerHarness(
+        lambda request: script[min(request.turn, len(replies))], tools=workspace_tools(config or {}), **limits
+    )
 
     async def scenario() -> list[Trajectory]:
         jobs = harness.jobs([{"raw_prompt": user("Fix it."), **row} for row in rows])
@@ -76,10 +70,14 @@ def play(
 
     trajectories = asyncio.run(scenario())
     assert num_shared() == 0
-    assert [
-        folder for folder in root_folder().iterdir() if folder.name.startswith(this_process().token)
-    ] == []
+    assert not [path for path in root_folder().iterdir() if path.name.startswith(this_process().token)]
     return trajectories
+
+
+def workspace(source: Path, check: str = "") -> dict[str, Any]:
+    """Return the settings of a workspace with a copy of a folder, and a check if one is given."""
+    checked = {"check": {"command": ["sh", "-c", check]}} if check else {}
+    return {"folder": str(source), **checked}
 
 
 def replies_to(trajectory: Trajectory) -> list[str]:
@@ -87,62 +85,50 @@ def replies_to(trajectory: Trajectory) -> list[str]:
 
 
 def test_a_shell_agent_fixes_a_file_and_is_judged_by_the_check_of_its_row(source: Path) -> None:
-    script = [
-        shell("cat sum.py; pwd"),
-        edit("sum.py", "1 - 2", "1 + 2"),
-        shell("cat sum.py"),
-        text_reply("Done."),
-    ]
-    row = {"workspace": {"folder": str(source), "check": check("grep -q '1 + 2' sum.py")}}
-    [trajectory] = play(script, rows=[row])
-    output = trajectory.output
-    assert output.stop_reason is StopReason.ANSWERED, output.failure
-    first, second, third = replies_to(trajectory)
+    script = [shell("cat sum.py; pwd"), edit("sum.py", "1 - 2", "1 + 2"), shell("cat sum.py")]
+    script += [edit("new/deep/file.txt", "", "text"), shell("cat new/deep/file.txt")]
+    [trajectory] = play(*script, rows=[{"workspace": workspace(source, "grep -q '1 + 2' sum.py")}])
+    assert trajectory.output.stop_reason is StopReason.ANSWERED, trajectory.output.failure
+    first, second, third, _, fifth = replies_to(trajectory)
     assert first.startswith("print(1 - 2)\n/")
-    assert (second, third) == ("sum.py was edited", "print(1 + 2)")
+    assert (second, third, fifth) == ("sum.py was edited", "print(1 + 2)", "text")
     assert trajectory.reward == 1.0
     assert (source / "sum.py").read_text() == "print(1 - 2)\n"
 
 
 def test_an_agent_that_calls_no_tool_is_judged_too(source: Path) -> None:
-    settings = {"folder": str(source), "check": check("grep -q '1 + 2' sum.py")}
-    given = {"folder": str(source), "check": check("grep -q '1 - 2' sum.py")}
-    trajectories = play(
-        [text_reply("Nothing.")], rows=[{"workspace": settings}, {"workspace": json.dumps(given)}]
-    )
+    wrong, right = (workspace(source, f"grep -q '{text}' sum.py") for text in ("1 + 2", "1 - 2"))
+    trajectories = play(rows=[{"workspace": wrong}, {"workspace": json.dumps(right)}])
     assert [trajectory.reward for trajectory in trajectories] == [0.0, 1.0]
 
 
 def test_a_workspace_of_the_config_is_used_and_its_keys_are_replaced_by_those_of_the_row(
     source: Path,
 ) -> None:
-    tools = workspace_tools({"workspace": {"folder": str(source), "check": check("true")}})
-    rows = [{}, {"workspace": {"check": check("false")}}]
-    trajectories = play([shell("ls"), text_reply("Done.")], tools=tools, rows=rows)
+    rows = [{}, {"workspace": {"check": {"command": ["false"]}}}]
+    trajectories = play(shell("ls"), rows=rows, config={"workspace": workspace(source, "true")})
     assert [replies_to(trajectory) for trajectory in trajectories] == [["sum.py"], ["sum.py"]]
     assert [trajectory.reward for trajectory in trajectories] == [1.0, 0.0]
 
 
 def test_a_command_that_fails_or_hangs_is_told_to_the_model(source: Path) -> None:
-    tools = workspace_tools({"workspace": {"folder": str(source)}, "command_timeout_s": 1})
+    config = {"workspace": workspace(source), "command_timeout_s": 1}
     script = [
         shell("echo one; echo two >&2; echo three; exit 3"),
         shell("if"),
         shell("echo before; sleep 60"),
         shell("head -c 100000 /dev/zero | tr '\\\\0' x"),
         shell("true"),
-        text_reply("Done."),
     ]
-    [trajectory] = play(script, tools=tools, rows=[{}], response_length=100_000, prompt_length=100_000)
+    [trajectory] = play(*script, rows=[{}], config=config, response_length=100_000, prompt_length=100_000)
     failed, wrong, hung, long, quiet = replies_to(trajectory)
     assert failed == "one\ntwo\nthree\n[exit status 3]"
     assert "[exit status 2]" in wrong
     assert hung == "before\n[the command exceeded the time limit of 1 s and was killed]"
     assert quiet == "(no output)"
     assert trajectory.reward is None
-    assert "bytes are left out]" in long or IncidentKind.TRUNCATED_REPLY in {
-        i.kind for i in trajectory.output.incidents
-    }
+    kinds = {incident.kind for incident in trajectory.output.incidents}
+    assert "bytes are left out]" in long or IncidentKind.TRUNCATED_REPLY in kinds
 
 
 @pytest.mark.parametrize(
@@ -162,38 +148,23 @@ def test_an_edit_that_is_impossible_is_told_to_the_model(
 ) -> None:
     (source / "binary").write_bytes(b"\xff\xfea")
     (source / "folder").mkdir()
-    [trajectory] = play(
-        [edit(path, old, "b"), text_reply("Done.")], rows=[{"workspace": {"folder": str(source)}}]
-    )
+    [trajectory] = play(edit(path, old, "b"), rows=[{"workspace": workspace(source)}])
     assert trajectory.output.stop_reason is StopReason.ANSWERED, trajectory.output.failure
     assert trajectory.output.incidents[0].kind is IncidentKind.TOOL_ERROR
     assert problem in replies_to(trajectory)[0]
 
 
-def test_a_new_file_is_written_with_its_folders(source: Path) -> None:
-    script = [edit("new/deep/file.txt", "", "text"), shell("cat new/deep/file.txt"), text_reply("Done.")]
-    [trajectory] = play(script, rows=[{"workspace": {"folder": str(source)}}])
-    assert replies_to(trajectory)[1] == "text"
-
-
-def test_a_workspace_that_cannot_start_fails_its_trajectory_alone(source: Path) -> None:
-    rows = [{"workspace": {"folder": "absent"}}, {"workspace": {"folder": str(source)}}, {}]
-    failed, well, without = play([shell("ls"), text_reply("Done.")], rows=rows)
-    assert failed.output.failure.error.startswith(
-        "WorkspaceError: workspace.folder is 'absent', which is not a folder"
-    )
+def test_a_workspace_or_a_check_that_cannot_start_fails_its_trajectory_alone(source: Path) -> None:
+    unchecked = {"folder": str(source), "check": {"command": ["no-such-program"]}}
+    settings = [{"folder": "absent"}, workspace(source), None, unchecked]
+    absent, well, without, check = play(shell("ls"), rows=[{"workspace": each} for each in settings])
+    errors = [each.output.failure.error for each in (absent, without, check)]
+    assert errors[0].startswith("WorkspaceError: workspace.folder is 'absent', which is not a folder")
     assert replies_to(well) == ["sum.py"]
-    assert "there is no workspace" in without.output.failure.error
-
-
-def test_a_check_that_cannot_run_fails_the_trajectory_and_gives_no_reward(source: Path) -> None:
-    settings = {"folder": str(source), "check": {"command": ["no-such-program"]}}
-    [trajectory] = play([shell("ls"), text_reply("Done.")], rows=[{"workspace": settings}])
-    assert trajectory.output.stop_reason is StopReason.FAILED
-    assert trajectory.output.failure.error.startswith(
-        "WorkspaceError: command ['no-such-program'] cannot be started"
-    )
-    assert trajectory.reward is None
+    assert "there is no workspace" in errors[1]
+    assert check.output.stop_reason is StopReason.FAILED
+    assert errors[2].startswith("WorkspaceError: command ['no-such-program'] cannot be started")
+    assert check.reward is None
 
 
 def test_the_tools_are_loaded_by_simple_names(tmp_path: Path, source: Path) -> None:
@@ -206,21 +177,12 @@ def test_the_tools_are_loaded_by_simple_names(tmp_path: Path, source: Path) -> N
 def test_a_trajectory_that_used_a_workspace_restarts_in_a_new_one_after_a_crash(
     tmp_path: Path, source: Path
 ) -> None:
-    rows = [
-        {"raw_prompt": user("Count."), "workspace": {"folder": str(source), "check": check("test -e log")}}
-    ]
-    script = [
-        shell("echo call >> log; wc -l < log"),
-        shell("echo call >> log; wc -l < log"),
-        text_reply("Done."),
-    ]
+    rows = [{"raw_prompt": user("Count."), "workspace": workspace(source, "test -e log")}]
+    script = [shell("echo call >> log; wc -l < log")] * 2 + [DONE]
     path = tmp_path / "journal"
 
     async def run(*, resume: bool) -> Trajectory:
-        harness = WorkerHarness(
-            lambda request: script[request.turn],
-            tools=workspace_tools({}),
-        )
+        harness = WorkerHarness(lambda request: script[request.turn], tools=workspace_tools({}))
         async with open_journal(path, key=key_of(rows), rows=rows, resume=resume, refuse=False) as journal:
             ended, jobs = journal.divide(harness.jobs(rows))
             assert ended == []

@@ -488,8 +488,7 @@ def test_without_a_schema_a_bare_value_has_the_type_of_its_json(name: str, text:
 
 
 @pytest.mark.parametrize(
-    "tools",
-    [[{}], [{"function": None}], [{"function": {"name": "f", "parameters": None}}], schema(x=None)],
+    "tools", [[{}], [{"function": None}], [{"function": {"name": "f", "parameters": None}}], schema(x=None)]
 )
 def test_invalid_schemas_are_ignored(tools: list[dict[str, Any]]) -> None:
     assert bare_value("qwen3_coder", "1", tools=tools) == 1

@@ -1,18 +1,23 @@
-"""Parsing of completions with the response template of a tokenizer."""
+"""Parsers that the package does not hold: of a tokenizer's response template, and of users."""
 
 from __future__ import annotations
 
 import copy
+import json
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_loop.chat.parsers import ResponseTemplateParser
+from agent_loop.chat.parsers import HermesToolParser, ResponseTemplateParser, ToolParser
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import ConfigError
+from agent_loop.integrations import verl
+from agent_loop.serve.stream_parser import call_openings
 from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
 from tests.helpers import small_tokenizer
 
@@ -87,13 +92,10 @@ def test_a_completion_without_calls_is_its_text() -> None:
     assert JSON.parse("") == JSON.parse("<|im_end|>") == ParsedCompletion("")
 
 
-def test_a_section_that_the_prompt_opened_continues_in_the_completion() -> None:
+def test_a_section_that_the_prompt_opened_after_its_anchor_continues_in_the_completion() -> None:
     parser = ResponseTemplateParser(JSON_CALLS, prompt="<bot>old</think><bot><think>")
     assert parser.parse(f"no {CALL}</think>yes {CALL}") == ParsedCompletion("yes", (ADD,), f"no {CALL}")
     assert parser.parse(f"no {CALL}") == ParsedCompletion("", (), f"no {CALL}")
-
-
-def test_a_prompt_without_the_anchor_is_not_part_of_the_completion() -> None:
     parser = ResponseTemplateParser(JSON_CALLS, prompt="<think> old words")
     assert parser.parse("hello") == ParsedCompletion("hello")
 
@@ -153,18 +155,14 @@ def test_the_tokens_that_end_a_turn_may_close_a_call() -> None:
 
 def test_auto_uses_the_tokenizers_response_template_if_no_format_is_known() -> None:
     tokenizer = copy.deepcopy(small_tokenizer())
-    tokenizer.chat_template, tokenizer.response_template = CUSTOM_TEMPLATE, JSON_CALLS
+    tokenizer.response_template = JSON_CALLS
+    assert not isinstance(ChatTemplate(tokenizer, tool_parser="auto").tool_parser, ResponseTemplateParser)
+    tokenizer.chat_template = CUSTOM_TEMPLATE
     template = ChatTemplate(tokenizer, tool_parser="auto")
     assert isinstance(template.tool_parser, ResponseTemplateParser)
     parsed = template.parse(template.encoder.encode(f"hm</think>So: {CALL}<|im_end|>"))
     assert parsed == ParsedCompletion("So:", (ADD,), "hm")
     assert template.tool_parser.call_start == "<call>"
-
-
-def test_auto_prefers_a_known_format() -> None:
-    tokenizer = copy.deepcopy(small_tokenizer())
-    tokenizer.response_template = JSON_CALLS
-    assert not isinstance(ChatTemplate(tokenizer, tool_parser="auto").tool_parser, ResponseTemplateParser)
 
 
 @pytest.mark.parametrize(
@@ -176,20 +174,12 @@ def test_an_invalid_response_template_is_refused(described: Any) -> None:
 
 
 PIECES = [
-    "<call>",
-    "</call>",
-    "<think>",
-    "</think>",
-    "<|im_end|>",
-    "<run add>",
-    "<a>",
-    "</a>",
-    "</run>",
-    "!add\n",
+    *("<call>", "</call>", "<think>", "</think>", "<|im_end|>", "<run add>", "<a>", "</a>", "</run>"),
+    *("!add\n", "!end", '"', "{", "}", "\\", "x", ":", "\n"),
 ]
 
 
-@given(st.lists(st.sampled_from([*PIECES, "!end", '"', "{", "}", "\\", "x", ":", "\n"]) | st.text()))
+@given(st.lists(st.sampled_from(PIECES) | st.text()))
 def test_the_parser_raises_for_no_text(pieces: list[str]) -> None:
     for parser in (JSON, TAGGED, KEYED):
         parsed = parser.parse("".join(pieces), tools=[SCHEMA])
@@ -223,3 +213,93 @@ def test_empty_openings_and_closings_terminate() -> None:
     described = copy.deepcopy(TAGGED_CALLS)
     described["fields"]["tool_calls"] |= {"open_pattern": r"(?P<name>)(?=x)", "close_pattern": ""}
     assert ResponseTemplateParser(described).parse("axxb").content == "axxb"
+
+
+WAS_HERMES = r"tool parser 'hermes' was agent_loop.chat.parsers.hermes.HermesToolParser; .* replaces it"
+PARSER_FILE = '''\
+"""Calls written as `[call]search {"query": "rain"}[/call]`."""
+
+import json
+
+from agent_loop import ToolParser
+from agent_loop.chat.parsers import THINK
+from agent_loop.types import ToolCall
+
+
+@ToolParser.register("bracketed")
+class BracketedToolParser(ToolParser):
+    call_start = "[call]"
+    call_end = "[/call]"
+    reasoning_marks = (THINK,)
+
+    def parse_call(self, text, *, tools=()):
+        name, _, arguments = text.strip().partition(" ")
+        return ToolCall(name, json.loads(arguments))
+'''
+SEARCH = '[call]search {"query": "rain"}[/call]'
+
+
+@pytest.fixture
+def parser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ToolParser:
+    """Return the parser of a user's file, selected as in a configuration."""
+    monkeypatch.setattr(ToolParser, "_registry", dict(ToolParser.registered()))
+    file = tmp_path / "parser.py"
+    file.write_text(PARSER_FILE)
+    return ToolParser.get(f"{file}:BracketedToolParser")
+
+
+def test_a_parser_of_twenty_lines_parses_calls_text_and_reasoning(parser: ToolParser) -> None:
+    assert len(PARSER_FILE.splitlines()) <= 20
+    assert type(ToolParser.get("bracketed")) is type(parser)
+    parsed = parser.parse(f"<think>It may {SEARCH}</think>Let me see. {SEARCH}")
+    assert parsed.reasoning == f"It may {SEARCH}"
+    assert parsed.content == "Let me see."
+    assert parsed.calls == (ToolCall("search", {"query": "rain"}),)
+    assert call_openings(parser) == ("[call]",), "it is streamed up to its first call"
+
+
+def test_a_call_that_a_users_parser_cannot_parse_is_malformed(parser: ToolParser) -> None:
+    [broken, whole, cut] = parser.parse(f"[call]search {{query[/call]{SEARCH}[call]search").calls
+    assert isinstance(broken, MalformedCall)
+    assert broken.error.startswith("the call cannot be parsed: Expecting property name")
+    assert isinstance(whole, ToolCall)
+    assert cut == MalformedCall("search", "the call is not closed with [/call]")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("hermis", "did you mean 'hermes'"),
+        ("no_such_file.py:Parser", "no_such_file.py' does not exist"),
+        ("agent_loop.types:ToolCall", "subclass of ToolParser"),
+    ],
+)
+def test_a_parser_that_cannot_be_found_is_refused_with_the_key(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"rollout.multi_turn.format.*{message}"):
+        ToolParser.get(name)
+
+
+def test_a_parser_without_marks_and_without_parse_is_refused_at_its_definition() -> None:
+    with pytest.raises(TypeError, match="Unmarked has no call_start and call_end"):
+        type("Unmarked", (ToolParser,), {"call_start": "<call>"})
+
+
+def test_without_parse_call_a_call_is_a_json_object() -> None:
+    parser = type("JsonToolParser", (ToolParser,), {"call_start": "<call>", "call_end": "</call>"})()
+    [call] = parser.parse(f"<call>{json.dumps({'name': 'add', 'arguments': {'a': 1}})}</call>").calls
+    assert call == ToolCall("add", {"a": 1})
+
+
+def test_a_parser_in_verls_form_replaces_a_shipped_one_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(verl.ToolParser, "_registry", dict(verl.ToolParser._registry))
+    with pytest.warns(UserWarning, match=WAS_HERMES):
+
+        @verl.ToolParser.register("hermes")
+        class Silent(verl.ToolParser):
+            async def extract_tool_calls(self, responses_ids: Sequence[int]) -> Any:
+                return "", []
+
+    assert isinstance(verl.ToolParser.get_tool_parser("hermes", None), Silent)
+    assert isinstance(ToolParser.get("hermes"), HermesToolParser)

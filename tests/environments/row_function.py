@@ -1,7 +1,0 @@
-"""Function that returns rows."""
-
-from typing import Any
-
-
-def rows() -> list[dict[str, Any]]:
-    return [{"prompt": "one"}]
