@@ -27,6 +27,7 @@ from agent_loop.cli.rollout import rollout_command
 from agent_loop.cli.serve import serve_command
 from agent_loop.cli.show import show_command
 from agent_loop.cli.tasks import tasks_app
+from agent_loop.cli.tinker import tinker_command
 from agent_loop.cli.traces import traces_command
 from agent_loop.cli.train import sft_command, train_command
 from agent_loop.cli.verbosity import VERBOSITY, add_verbosity, print_line
@@ -56,6 +57,7 @@ app.command("traces")(traces_command)
 app.command("rescore")(rescore_command)
 app.command("replay")(replay_command)
 app.command("serve")(serve_command)
+app.command("tinker")(tinker_command)
 app.command("verify-template")(verify_template_command)
 app.add_typer(config_app, name="config")
 app.add_typer(check_app, name="check")

@@ -25,10 +25,17 @@ class Optimizer:
         self.lr = config.lr
         """Learning rate of the last update that was started."""
         self._config = config
+        self._grad_clip = config.grad_clip
         self._generator = torch.Generator().manual_seed(seed)
         self._weights = weights
         settings = {"lr": config.lr, "betas": config.betas, "weight_decay": config.weight_decay}
         self._adamw = _CLASSES[config.optimizer_bits](list(weights.tensors.values()), **settings)
+
+    def set(self, *, grad_clip: float, **settings: Any) -> None:
+        """Use other settings from now on: the maximum norm, and AdamW's `lr`, `betas`, `eps` and `weight_decay`."""
+        self._grad_clip = grad_clip
+        for group in self._adamw.param_groups:
+            group.update(settings)
 
     def start_update(self) -> float:
         """Set the learning rate of this update and return it."""
@@ -65,7 +72,7 @@ class Optimizer:
         The loss is needed because the gradient of a NaN can be 0.
         """
         weights = list(self._weights.tensors.values())
-        grad_norm = float(whole(torch.nn.utils.clip_grad_norm_(weights, self._config.grad_clip)))
+        grad_norm = float(whole(torch.nn.utils.clip_grad_norm_(weights, self._grad_clip)))
         if not math.isfinite(loss):
             grad_norm = math.nan
         if math.isfinite(grad_norm):
