@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,7 @@ from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.servers.factory import create_servers
 from agent_loop.servers.scores import TokenScores
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
-from agent_loop.testing import run_virtual
-from agent_loop.types import IntArray, SamplingParams, TokenOutput, as_token_ids
+from agent_loop.types import IntArray, SamplingParams, as_token_ids
 from tests.servers.tiny_embedded import tiny_model
 
 pytestmark = pytest.mark.virtual_time
@@ -99,27 +99,25 @@ async def test_requests_resume_under_the_new_weights_from_their_tokens(streams: 
     assert limited.num_preempted == 2
 
 
-def test_a_request_that_its_caller_aborts_is_not_resumed() -> None:
-    async def scenario() -> tuple[TokenOutput, TokenOutput]:
-        class SlowUpdates(RequiresIdle):
-            async def update_weights(self, weights: object, *, weight_version: int) -> None:
-                await asyncio.sleep(10.0)
-                await super().update_weights(weights, weight_version=weight_version)
+async def test_a_request_that_its_caller_aborts_is_not_resumed() -> None:
+    class SlowUpdates(RequiresIdle):
+        async def update_weights(self, weights: object, *, weight_version: int) -> None:
+            await asyncio.sleep(10.0)
+            await super().update_weights(weights, weight_version=weight_version)
 
-        server = AbortAndResumeServer(SlowUpdates(counts, streams=True))
-        async with asyncio.TaskGroup() as group:
-            before = group.create_task(server.generate(PROMPT, SamplingParams(), "aborted before"))
-            during = group.create_task(server.generate(PROMPT, SamplingParams(), "aborted during"))
-            await asyncio.sleep(5.5)
-            await server.abort("aborted before")
-            group.create_task(server.update_weights([], weight_version=1))
-            await asyncio.sleep(1.0)
-            await server.abort("aborted during")
-        return before.result(), during.result()
-
-    for output in run_virtual(scenario()):
-        assert output.token_ids == [4, 5, 6, 7, 8]
-        assert output.stop_reason == "aborted"
+    server = AbortAndResumeServer(SlowUpdates(counts, streams=True))
+    async with asyncio.TaskGroup() as group:
+        before, during = (
+            group.create_task(server.generate(PROMPT, SamplingParams(), name))
+            for name in ("before", "during")
+        )
+        await asyncio.sleep(5.5)
+        await server.abort("before")
+        group.create_task(server.update_weights([], weight_version=1))
+        await asyncio.sleep(1.0)
+        await server.abort("during")
+    for output in (before.result(), during.result()):
+        assert (output.token_ids, output.stop_reason) == ([4, 5, 6, 7, 8], "aborted")
 
 
 async def test_requests_resume_after_a_failed_update() -> None:
@@ -128,25 +126,19 @@ async def test_requests_resume_after_a_failed_update() -> None:
             raise ValueError("wrong shape")
 
     server = AbortAndResumeServer(FailingUpdate(counts))
-    async with asyncio.TaskGroup() as group:
-        call = group.create_task(server.generate(PROMPT, SamplingParams(), "one"))
-        await asyncio.sleep(5.5)
-        with pytest.raises(ValueError, match="wrong shape"):
-            await server.update_weights([], weight_version=1)
-    output = call.result()
-    assert output.token_ids == list(range(4, LAST + 1))
-    assert output.weight_version == 0
+    call = asyncio.ensure_future(server.generate(PROMPT, SamplingParams(), "one"))
+    await asyncio.sleep(5.5)
+    with pytest.raises(ValueError, match="wrong shape"):
+        await server.update_weights([], weight_version=1)
+    output = await call
+    assert (output.token_ids, output.weight_version) == (list(range(4, LAST + 1)), 0)
 
 
 @pytest.mark.slow
 def test_a_wrapped_embedded_engine_passes_the_server_checks() -> None:
-    model = tiny_model(initializer_range=0.06)
+    model, reference = (tiny_model(initializer_range=0.06) for _ in range(2))
     server = AbortAndResumeServer(EmbeddedServer(model, config=EmbeddedConfig(max_model_len=160)))
-
-    report = asyncio.run(
-        check_server(server, max_model_len=160, reference=Reference(tiny_model(initializer_range=0.06)))
-    )
-
+    report = asyncio.run(check_server(server, max_model_len=160, reference=Reference(reference)))
     report.raise_if_failed()
     assert report.named("skipped") == ["a completion under a schema ends where the text is complete"]
 
@@ -155,21 +147,15 @@ def test_a_wrapped_embedded_engine_passes_the_server_checks() -> None:
     ("engine", "on_weight_update", "is_wrapped"),
     [
         ("scripted", "auto", False),
-        ("scripted", "keep", False),
         ("scripted", "abort", True),
         (f"{__name__}:RequiresIdle", "auto", True),
         (f"{__name__}:RequiresIdle", "keep", False),
     ],
 )
 def test_abilities_and_configuration_decide_whether_a_server_is_wrapped(
-    engine: str, on_weight_update: str, is_wrapped: bool
+    engine: str, on_weight_update: Any, is_wrapped: bool
 ) -> None:
-    rollout = RolloutConfig.model_validate(
-        {
-            "engine": engine,
-            "engine_kwargs": {"script": f"{__file__}:counts"},
-            "on_weight_update": on_weight_update,
-        }
-    )
+    script = {"script": f"{__file__}:counts"}
+    rollout = RolloutConfig(engine=engine, engine_kwargs=script, on_weight_update=on_weight_update)
     (server,) = create_servers(ModelConfig(), rollout=rollout)
     assert isinstance(server, AbortAndResumeServer) is is_wrapped

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from transformers import PreTrainedTokenizerFast
 
 from agent_loop.checks import Reference, check_server
@@ -19,8 +18,7 @@ from agent_loop.errors import SamplingParamsError
 from agent_loop.servers.base import Ability
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.servers.embedded.grammar import GrammarCompiler
-from agent_loop.servers.embedded.sampling import sample_rows
-from agent_loop.types import IntArray, SamplingParams, TokenOutput
+from agent_loop.types import SamplingParams
 from tests.engines.constrained import (
     assert_logprobs_are_of_the_allowed_tokens,
     assert_penalties_give_log_probs_of_the_penalised_logits,
@@ -54,28 +52,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def server_of(folder: Path, **settings: Any) -> EmbeddedServer:
-    return EmbeddedServer.from_pretrained(folder, config=EmbeddedConfig(**{"max_model_len": 400, **settings}))
-
-
-def text_of(output: TokenOutput) -> str:
-    ids = output.token_ids
-    return str(TOKENIZER.decode(ids[:-1] if ids[-1:] == [END] else ids))
+@asynccontextmanager
+async def serving(folder: Path, **settings: Any) -> AsyncGenerator[EmbeddedServer]:
+    config = EmbeddedConfig(**{"max_model_len": 400, **settings})
+    server = EmbeddedServer.from_pretrained(folder, config=config)
+    try:
+        yield server
+    finally:
+        await server.close()
 
 
 def params(seed: int = 0, **changes: Any) -> SamplingParams:
     return SamplingParams(**{"json_schema": SCHEMA, "max_tokens": 300, "seed": seed, **changes})
-
-
-async def complete_all(
-    server: EmbeddedServer, requests: Sequence[SamplingParams], *, prompt: IntArray = PROMPT
-) -> list[TokenOutput]:
-    async with asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(server.generate(prompt, each, f"s{number}"))
-            for number, each in enumerate(requests)
-        ]
-    return [task.result() for task in tasks]
 
 
 def reference() -> Any:
@@ -90,58 +78,50 @@ def reference() -> Any:
 async def test_completions_match_the_schema_and_have_the_log_probs_of_the_allowed_tokens(
     folder: Path, cache: str, temperature: float
 ) -> None:
-    server = server_of(folder, cache=cache)
-    assert {Ability.JSON_SCHEMA, Ability.PENALTIES, Ability.MIN_P} <= server.abilities
-    await assert_logprobs_are_of_the_allowed_tokens(server, reference(), folder, temperature=temperature)
-    await server.close()
+    async with serving(folder, cache=cache) as server:
+        assert {Ability.JSON_SCHEMA, Ability.PENALTIES, Ability.MIN_P} <= server.abilities
+        await assert_logprobs_are_of_the_allowed_tokens(server, reference(), folder, temperature=temperature)
 
 
 async def test_a_completion_resumed_anywhere_is_the_uninterrupted_one(folder: Path) -> None:
-    server = server_of(folder)
-    whole = await server.generate(PROMPT, params(4), "whole")
-    for cut in range(1, len(whole.token_ids)):
-        prompt = joined(PROMPT, whole.token_ids[:cut])
-        rest = await server.generate(prompt, params(4).after(cut), f"cut{cut}")
-        assert rest.token_ids == whole.token_ids[cut:]
-    with pytest.raises(SamplingParamsError, match="does not allow token 0 of the 1"):
-        await server.generate(joined(PROMPT, [5]), params(4).after(1), "other")
-    await server.close()
+    async with serving(folder) as server:
+        whole = await server.generate(PROMPT, params(4), "whole")
+        for cut in range(1, len(whole.token_ids)):
+            prompt = joined(PROMPT, whole.token_ids[:cut])
+            rest = await server.generate(prompt, params(4).after(cut), f"cut{cut}")
+            assert rest.token_ids == whole.token_ids[cut:]
+        with pytest.raises(SamplingParamsError, match="does not allow token 0 of the 1"):
+            await server.generate(joined(PROMPT, [5]), params(4).after(1), "other")
 
 
 async def test_stop_tokens_are_allowed_only_where_the_text_is_complete(folder: Path) -> None:
     [letter] = TOKENIZER.encode("e", add_special_tokens=False)
-
-    server = server_of(folder)
-    stopped = params(0, json_schema='{"const": "hello"}', stop_token_ids=(letter,))
-    with_letter = await server.generate(PROMPT, stopped, "letter")
-    free = params(0, json_schema='{"const": "ho"}', ignore_eos=True)
-    without_stops = await server.generate(PROMPT, free, "free")
-    await server.close()
+    async with serving(folder) as server:
+        stopped = params(0, json_schema='{"const": "hello"}', stop_token_ids=(letter,))
+        with_letter = await server.generate(PROMPT, stopped, "letter")
+        free = params(0, json_schema='{"const": "ho"}', ignore_eos=True)
+        without_stops = await server.generate(PROMPT, free, "free")
     assert letter not in with_letter.token_ids[:-1]
-    assert with_letter.stop_reason == "stop"
-    assert without_stops.stop_reason == "stop"
+    assert with_letter.stop_reason == without_stops.stop_reason == "stop"
     assert TOKENIZER.decode(without_stops.token_ids) == '"ho"'
 
 
 @pytest.mark.parametrize("schema", ['{"type": "nonsense"}', '{"type": "string", "pattern": "("}'])
 async def test_an_invalid_schema_is_refused_and_the_engine_runs_on(folder: Path, schema: str) -> None:
-    server = server_of(folder)
-    with pytest.raises(SamplingParamsError, match="fix the schema"):
-        await server.generate(PROMPT, params(json_schema=schema), "s")
-    assert (await server.generate(PROMPT, params(), "s")).stop_reason == "stop"
-    await server.close()
+    async with serving(folder) as server:
+        with pytest.raises(SamplingParamsError, match="fix the schema"):
+            await server.generate(PROMPT, params(json_schema=schema), "s")
+        assert (await server.generate(PROMPT, params(), "s")).stop_reason == "stop"
 
 
 async def test_without_the_package_the_ability_is_missing_and_the_error_says_how_to_install_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agent_loop.servers.embedded.grammar.find_spec", lambda name: None)
-
-    server = server_of(folder)
-    assert Ability.JSON_SCHEMA not in server.abilities
-    with pytest.raises(SamplingParamsError, match=r'pip install "agent-loop\[grammar\]"'):
-        await server.generate(PROMPT, params(), "s")
-    await server.close()
+    async with serving(folder) as server:
+        assert Ability.JSON_SCHEMA not in server.abilities
+        with pytest.raises(SamplingParamsError, match=r'pip install "agent-loop\[grammar\]"'):
+            await server.generate(PROMPT, params(), "s")
 
 
 async def test_a_model_without_a_tokenizer_does_not_claim_schemas(tmp_path: Path) -> None:
@@ -149,12 +129,10 @@ async def test_a_model_without_a_tokenizer_does_not_claim_schemas(tmp_path: Path
     without = GrammarCompiler(str(tmp_path), vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({END}))
     with pytest.raises(SamplingParamsError, match=r"set model\.tokenizer_path"):
         without.grammar(SCHEMA, stop_token_ids=frozenset({END}))
-
-    server = server_of(tmp_path)
-    assert Ability.JSON_SCHEMA not in server.abilities
-    with pytest.raises(SamplingParamsError, match="needs the tokenizer of the model"):
-        await server.generate(PROMPT, params(), "s")
-    await server.close()
+    async with serving(tmp_path) as server:
+        assert Ability.JSON_SCHEMA not in server.abilities
+        with pytest.raises(SamplingParamsError, match="needs the tokenizer of the model"):
+            await server.generate(PROMPT, params(), "s")
 
 
 def test_a_tokenizer_like_those_of_qwen_allows_texts_in_many_tokens(tmp_path: Path) -> None:
@@ -178,31 +156,18 @@ async def test_penalties_change_the_logits_and_a_resumed_completion_counts_its_t
     given = SamplingParams(
         seed=3, max_tokens=24, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=0.9
     )
-
-    server = server_of(folder)
-    await assert_penalties_give_log_probs_of_the_penalised_logits(server, reference())
-    output, plain = await complete_all(server, [given, SamplingParams(seed=3, max_tokens=24)])
-    rest = await server.generate(joined(PROMPT, output.token_ids[:10]), given.after(10), "rest")
-    await server.close()
+    async with serving(folder) as server:
+        await assert_penalties_give_log_probs_of_the_penalised_logits(server, reference())
+        output = await server.generate(PROMPT, given, "whole")
+        plain = await server.generate(PROMPT, SamplingParams(seed=3, max_tokens=24), "plain")
+        rest = await server.generate(joined(PROMPT, output.token_ids[:10]), given.after(10), "rest")
     assert rest.token_ids == output.token_ids[10:]
     assert plain.token_ids != output.token_ids
 
 
-def test_min_p_keeps_the_candidates_near_the_likeliest_and_the_log_probs_of_all() -> None:
-    probs = torch.tensor([[0.5, 0.26, 0.14, 0.1]])
-    given = SamplingParams(min_p=0.5)
-    uniforms = [number / 200 for number in range(200)]
-    rows = sample_rows(probs.log().expand(200, -1), params=[given] * 200, uniforms=uniforms)
-    counts = np.bincount([row.token_id for row in rows], minlength=4)
-    assert counts[2:].tolist() == [0, 0]
-    assert counts[0] / counts.sum() == pytest.approx(0.5 / 0.76, abs=0.01)
-    assert {round(row.logprob, 4) for row in rows} == {round(float(p), 4) for p in probs[0, :2].log()}
-
-
 @pytest.mark.nightly
 async def test_a_server_with_a_tokenizer_passes_the_check_of_schemas(folder: Path) -> None:
-    server = server_of(folder, max_model_len=256)
-    report = await check_server(server, max_model_len=256, reference=Reference.load(folder))
+    async with serving(folder, max_model_len=256) as server:
+        report = await check_server(server, max_model_len=256, reference=Reference.load(folder))
     report.raise_if_failed()
-    name = "a completion under a schema ends where the text is complete"
-    assert name in report.named("passed")
+    assert "a completion under a schema ends where the text is complete" in report.named("passed")

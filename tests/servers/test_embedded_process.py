@@ -24,6 +24,8 @@ from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.servers.embedded_process import EmbeddedProcess
 from tests.servers.tiny_embedded import GREEDY, LONG, random_prompt, tiny_model
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 256
 
 
@@ -34,7 +36,6 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.slow
 async def test_the_process_scores_texts_as_the_engine_does(model_path: Path) -> None:
     text = random_prompt(30)
     reference = EmbeddedServer.from_pretrained(model_path, config=EmbeddedConfig(max_model_len=LENGTH))
@@ -50,13 +51,7 @@ async def test_the_process_scores_texts_as_the_engine_does(model_path: Path) -> 
 
 
 def spec_of(model_path: Path, **changes: object) -> ServerSpec:
-    values = {
-        "name": "engine",
-        "model": ModelConfig(path=str(model_path)),
-        "max_model_len": LENGTH,
-        **changes,
-    }
-    return ServerSpec(**values)
+    return ServerSpec("engine", ModelConfig(path=str(model_path)), LENGTH, **changes)
 
 
 @asynccontextmanager
@@ -75,7 +70,6 @@ def pid_of(server: EmbeddedProcess) -> int:
     return pid
 
 
-@pytest.mark.slow
 async def test_the_server_passes_all_checks_of_the_server_interface(model_path: Path) -> None:
     server = EmbeddedProcess(spec_of(model_path))
     await server.start()
@@ -84,7 +78,6 @@ async def test_the_server_passes_all_checks_of_the_server_interface(model_path: 
     assert report.named("skipped") == ["a completion under a schema ends where the text is complete"]
 
 
-@pytest.mark.slow
 async def test_requests_complete_fail_are_cancelled_and_fail_when_the_engine_dies(model_path: Path) -> None:
     async with running(model_path, max_slots=1) as server:
         await check_refusal_and_cancellation(server)
@@ -129,7 +122,6 @@ async def until_one_runs(server: EmbeddedProcess) -> None:
             await asyncio.sleep(0.001)
 
 
-@pytest.mark.slow
 def test_a_failed_start_raises_the_reason_and_leaves_no_process(model_path: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_slot"):
         EmbeddedProcess(spec_of(model_path, engine_kwargs={"max_slot": 2}))
@@ -148,7 +140,6 @@ def test_a_failed_start_raises_the_reason_and_leaves_no_process(model_path: Path
         asyncio.run(start(spec_of(model_path, start_timeout_s=0.05)))
 
 
-@pytest.mark.slow
 async def test_the_engine_ends_with_the_process_that_started_it(model_path: Path) -> None:
     program = f"""
         import asyncio, time

@@ -11,7 +11,6 @@ import torch
 from transformers import GPT2Config, MistralConfig
 
 from agent_loop.errors import ServerError
-from agent_loop.servers.scores import TokenScores
 from agent_loop.types import IntArray, TokenOutput
 from tests.servers.tiny_embedded import (
     GREEDY,
@@ -19,8 +18,10 @@ from tests.servers.tiny_embedded import (
     SIZES,
     VOCAB_SIZE,
     build,
+    joined,
     random_prompt,
     serving,
+    shared_model,
     tiny_model,
     wait_until,
     wait_until_decoded,
@@ -38,17 +39,11 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return tiny_model()
-
-
 def plain_logprobs(model: Any, text: IntArray) -> torch.Tensor:
     """Return the log-probs of the whole vocabulary before each token but the first, [num_tokens - 1, vocab]."""
+    ids = torch.from_numpy(text.astype(np.int64))[None]
     with torch.no_grad():
-        logits = model(input_ids=torch.from_numpy(text.astype(np.int64))[None], use_cache=False).logits[
-            0, :-1
-        ]
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
     return logits.double().log_softmax(-1)
 
 
@@ -58,53 +53,39 @@ def expected_scores(model: Any, text: IntArray, *, start: int = 1) -> np.ndarray
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_scores_equal_those_of_transformers_with_each_cache(name: str) -> None:
+async def test_scores_equal_those_of_transformers_with_each_cache(name: str) -> None:
     make, settings = MODELS[name]
     model = make()
     texts = [random_prompt(length, seed=length) for length in (2, 3, 9, 33, 40, 150, 7, 7)]
     starts = [1, 2, 4, 1, 39, 100, 7, 6]
-
-    async def main() -> list[TokenScores]:
-        async with (
-            serving(model, prefill_chunk_tokens=32, **settings) as server,
-            asyncio.TaskGroup() as group,
-        ):
-            tasks = [
-                group.create_task(server.score(text, start=start, top_logprobs=3))
-                for text, start in zip(texts, starts, strict=True)
-            ]
-        return [task.result() for task in tasks]
-
-    for text, start, scores in zip(texts, starts, asyncio.run(main()), strict=True):
+    async with serving(model, prefill_chunk_tokens=32, **settings) as server, asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(server.score(text, start=start, top_logprobs=3))
+            for text, start in zip(texts, starts, strict=True)
+        ]
+        found = [await task for task in tasks]
+    for text, start, scores in zip(texts, starts, found, strict=True):
         assert scores.logprobs.shape == (len(text) - start,)
-        np.testing.assert_allclose(
-            scores.logprobs, expected_scores(model, text, start=start), atol=TOLERANCE, rtol=0
-        )
+        expected = expected_scores(model, text, start=start)
+        np.testing.assert_allclose(scores.logprobs, expected, atol=TOLERANCE, rtol=0)
         values, ids = plain_logprobs(model, text)[start - 1 :].topk(3)
-        assert scores.top_ids is not None
         assert scores.top_logprobs is not None
-        np.testing.assert_array_equal(scores.top_ids, ids)
+        np.testing.assert_array_equal(np.asarray(scores.top_ids), ids)
         np.testing.assert_allclose(scores.top_logprobs, values, atol=TOLERANCE, rtol=0)
 
 
-def test_the_whole_vocabulary_gives_the_full_distribution(model: Any) -> None:
+async def test_the_whole_vocabulary_gives_the_full_distribution() -> None:
     text = random_prompt(20)
-
-    async def main() -> TokenScores:
-        async with serving(model) as server:
-            return await server.score(text, start=5, top_logprobs=2 * VOCAB_SIZE)
-
-    scores = asyncio.run(main())
-    assert scores.top_ids is not None
-    assert scores.top_logprobs is not None
-    assert (np.sort(scores.top_ids, axis=1) == np.arange(VOCAB_SIZE)).all()
-    np.testing.assert_allclose(np.exp(scores.top_logprobs).sum(axis=1), 1, atol=1e-5)
-    of_tokens = scores.top_logprobs[scores.top_ids == text[5:, None]]
-    np.testing.assert_array_equal(of_tokens, scores.logprobs)
+    async with serving() as server:
+        scores = await server.score(text, start=5, top_logprobs=2 * VOCAB_SIZE)
+    top_ids, top_logprobs = np.asarray(scores.top_ids), np.asarray(scores.top_logprobs)
+    assert (np.sort(top_ids, axis=1) == np.arange(VOCAB_SIZE)).all()
+    np.testing.assert_allclose(np.exp(top_logprobs).sum(axis=1), 1, atol=1e-5)
+    np.testing.assert_array_equal(top_logprobs[top_ids == text[5:, None]], scores.logprobs)
 
 
-async def test_a_completion_samples_tokens_between_the_chunks_of_a_long_text(model: Any) -> None:
-    async with serving(model, prefill_chunk_tokens=1) as server, asyncio.TaskGroup() as group:
+async def test_a_completion_samples_tokens_between_the_chunks_of_a_long_text() -> None:
+    async with serving(prefill_chunk_tokens=1) as server, asyncio.TaskGroup() as group:
         running = group.create_task(server.generate(random_prompt(9), LONG, "a"))
         await wait_until_decoded(server, 1)
         scoring = group.create_task(server.score(random_prompt(256)))
@@ -116,43 +97,41 @@ async def test_a_completion_samples_tokens_between_the_chunks_of_a_long_text(mod
         assert (await running).stop_reason == "length"
 
 
-def test_scores_do_not_change_completions_or_take_the_cache_of_sessions(model: Any) -> None:
-    async def main(*, with_scores: bool) -> list[TokenOutput]:
-        async with serving(model, max_slots=1) as server:
+async def test_scores_do_not_change_completions_or_take_the_cache_of_sessions() -> None:
+    found: list[list[TokenOutput]] = []
+    for has_scores in (False, True):
+        async with serving(max_slots=1) as server:
             first = await server.generate(random_prompt(40), GREEDY, "a")
-            if with_scores:
+            if has_scores:
                 await server.score(random_prompt(100))
-            context = np.array([*random_prompt(40), *first.token_ids, 3], np.int32)
-            return [first, await server.generate(context, GREEDY, "a")]
-
-    plain, beside = asyncio.run(main(with_scores=False)), asyncio.run(main(with_scores=True))
+            context = joined(random_prompt(40), first.token_ids, [3])
+            found.append([first, await server.generate(context, GREEDY, "a")])
+    plain, beside = found
     assert plain == beside
     assert beside[1].num_cached_tokens == 59
 
 
-def test_a_score_that_runs_during_a_weight_update_is_computed_with_the_new_weights_alone(model: Any) -> None:
+async def test_a_score_that_runs_during_a_weight_update_is_computed_with_the_new_weights_alone() -> None:
     other = tiny_model(seed=1)
-
-    async def main() -> TokenScores:
-        async with serving(model, prefill_chunk_tokens=1) as server, asyncio.TaskGroup() as group:
-            scoring = group.create_task(server.score(random_prompt(200)))
-            await wait_until(server, lambda: server.stats.scored_tokens >= 3)
-            await server.update_weights(weights_of(other).items(), weight_version=1)
-            assert not scoring.done()
-        return scoring.result()
-
-    np.testing.assert_allclose(
-        asyncio.run(main()).logprobs, expected_scores(other, random_prompt(200)), atol=TOLERANCE, rtol=0
-    )
+    async with serving(prefill_chunk_tokens=1) as server, asyncio.TaskGroup() as group:
+        scoring = group.create_task(server.score(random_prompt(200)))
+        await wait_until(server, lambda: server.stats.scored_tokens >= 3)
+        await server.update_weights(weights_of(other).items(), weight_version=1)
+        assert not scoring.done()
+        scores = await scoring
+    expected = expected_scores(other, random_prompt(200))
+    np.testing.assert_allclose(scores.logprobs, expected, atol=TOLERANCE, rtol=0)
 
 
-async def test_a_sleeping_or_closed_server_and_broken_weights_are_errors(model: Any) -> None:
-    async with serving(model) as server:
+async def test_a_sleeping_or_closed_server_and_broken_weights_are_errors() -> None:
+    async with serving() as server:
         await server.sleep()
         with pytest.raises(ServerError, match="asleep"):
             await server.score(random_prompt(5))
         await server.wake_up()
-        broken = {name: torch.full_like(value, torch.nan) for name, value in weights_of(model).items()}
+        broken = {
+            name: torch.full_like(value, torch.nan) for name, value in weights_of(shared_model()).items()
+        }
         await server.update_weights(broken.items(), weight_version=1)
         with pytest.raises(ServerError, match="logits are NaN"):
             await server.score(random_prompt(5))
@@ -161,8 +140,8 @@ async def test_a_sleeping_or_closed_server_and_broken_weights_are_errors(model: 
             await server.score(random_prompt(5))
 
 
-async def test_cancelling_a_score_frees_the_engine(model: Any) -> None:
-    async with serving(model, prefill_chunk_tokens=1) as server:
+async def test_cancelling_a_score_frees_the_engine() -> None:
+    async with serving(prefill_chunk_tokens=1) as server:
         task = asyncio.create_task(server.score(random_prompt(256)))
         await wait_until(server, lambda: server.stats.scored_tokens >= 3)
         task.cancel()

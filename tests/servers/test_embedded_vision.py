@@ -1,3 +1,5 @@
+"""Tests of images and videos in the embedded engine, compared with the forward of the model."""
+
 from __future__ import annotations
 
 import asyncio
@@ -19,7 +21,6 @@ from agent_loop.trajectory.attachments import position_ids
 from agent_loop.types import SamplingParams, TokenOutput
 from tests.servers.tiny_embedded import joined, serving, tiny_model
 from tests.tiny_vision import (
-    idefics_template,
     image_message,
     picture,
     template_of,
@@ -60,6 +61,22 @@ def model_logprobs(model: Any, encoded: Encoded, token_ids: Sequence[int]) -> li
     return logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
 
 
+def check(model: Any, encoded: Encoded, output: TokenOutput) -> None:
+    """Compare the log-probs of a completion with those of one forward."""
+    expected = model_logprobs(model, encoded, output.token_ids)
+    assert output.log_probs == pytest.approx(expected, abs=TOLERANCE)
+
+
+async def check_batch(server: EmbeddedServer, model: Any, prompts: Sequence[Encoded]) -> None:
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(complete(server, encoded, f"r{i}", temperature=1.0, seed=40 + i))
+            for i, encoded in enumerate(prompts)
+        ]
+    for encoded, task in zip(prompts, tasks, strict=True):
+        check(model, encoded, task.result())
+
+
 async def complete(server: EmbeddedServer, encoded: Encoded, session: str, **changes: Any) -> TokenOutput:
     params = structs.replace(GREEDY, **changes)
     return await server.generate(encoded.token_ids, params, session, attachments=encoded.attachments)
@@ -69,15 +86,7 @@ async def test_logprobs_equal_those_of_a_full_forward_for_images_and_text_in_one
     model = vision_model()
     prompts = [prompt(picture(0)), prompt(), prompt(picture(1, width=64), picture(0)), prompt(text="hello")]
     async with serving(model, prefill_chunk_tokens=16) as server:
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(complete(server, encoded, f"r{i}", temperature=1.0, seed=i))
-                for i, encoded in enumerate(prompts)
-            ]
-        for encoded, task in zip(prompts, tasks, strict=True):
-            output = task.result()
-            expected = model_logprobs(model, encoded, output.token_ids)
-            assert output.log_probs == pytest.approx(expected, abs=TOLERANCE)
+        await check_batch(server, model, prompts)
 
 
 @pytest.mark.parametrize("kind", sorted(VISION_MODELS))
@@ -86,7 +95,7 @@ async def test_every_vision_model_agrees_with_its_own_forward(kind: str) -> None
     encoded = template_of(kind).open_encoded(image_message("what is it?", picture(0, width=64, height=40)))
     async with serving(model, prefill_chunk_tokens=11) as server:
         output = await complete(server, encoded, "a")
-    assert output.log_probs == pytest.approx(model_logprobs(model, encoded, output.token_ids), abs=TOLERANCE)
+    check(model, encoded, output)
     assert len(set(output.token_ids)) > 1
 
 
@@ -105,32 +114,24 @@ async def test_a_second_turn_with_another_image_computes_only_its_new_tokens() -
         output = await complete(server, second, "s")
         after = server.stats
         assert after.prefilled_tokens - before.prefilled_tokens == len(bridge.token_ids) + 1
-        expected = model_logprobs(model, second, output.token_ids)
-        assert output.log_probs == pytest.approx(expected, abs=TOLERANCE)
+        check(model, second, output)
 
 
-async def test_two_images_with_the_same_placeholders_share_no_prefix_beyond_them() -> None:
+async def test_equal_images_share_their_prefix_across_sessions_and_others_do_not() -> None:
     model = vision_model()
     text = "a long question, so that there is something to share behind it"
-    first, second = prompt(picture(0), text=text), prompt(picture(1), text=text)
-    assert first.token_ids.tolist() == second.token_ids.tolist()
+    first, again, other = (prompt(picture(number), text=text) for number in (0, 0, 1))
+    assert first.token_ids.tolist() == other.token_ids.tolist()
     async with serving(model) as server:
         one = await complete(server, first, "a")
         assert server.stats.reused_tokens == 0
-        other = await complete(server, second, "b")
-        assert server.stats.reused_tokens <= first.attachments[0].start
-        assert one.log_probs != other.log_probs
-        assert other.log_probs == pytest.approx(model_logprobs(model, second, other.token_ids), abs=TOLERANCE)
-
-
-async def test_equal_images_share_their_prefix_across_sessions() -> None:
-    model = vision_model()
-    encoded, again = prompt(picture(0)), prompt(picture(0))
-    async with serving(model) as server:
-        one = await complete(server, encoded, "a")
-        other = await complete(server, again, "b")
-        assert server.stats.reused_tokens == len(encoded.token_ids) - 1
-        assert other.token_ids == one.token_ids
+        assert (await complete(server, again, "b")).token_ids == one.token_ids
+        reused = server.stats.reused_tokens
+        assert reused == len(first.token_ids) - 1
+        output = await complete(server, other, "c")
+        assert server.stats.reused_tokens - reused <= first.attachments[0].start
+        assert one.log_probs != output.log_probs
+        check(model, other, output)
 
 
 async def test_more_features_than_placeholders_fail_only_their_own_request() -> None:
@@ -146,30 +147,30 @@ async def test_more_features_than_placeholders_fail_only_their_own_request() -> 
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("make", "kind", "changes", "message"),
     [
-        ({"start": 0, "num_tokens": 2}, "has 0 placeholders"),
-        ({"start": 500}, "has 0 placeholders"),
-        ({"placeholder_id": 3}, "has placeholders 3, but the model's are"),
-        ({"start": 0, "num_tokens": 1}, "has 0 placeholders"),
-        ({"positions": None}, "has no positions"),
-        ({"kind": "video"}, "a video of 12 tokens has placeholders"),
+        (vision_model, "qwen2_vl", {"start": 0, "num_tokens": 2}, "has 0 placeholders"),
+        (vision_model, "qwen2_vl", {"start": 500}, "has 0 placeholders"),
+        (vision_model, "qwen2_vl", {"placeholder_id": 3}, "has placeholders 3, but the model's are"),
+        (vision_model, "qwen2_vl", {"positions": None}, "has no positions"),
+        (vision_model, "qwen2_vl", {"kind": "video"}, "a video of 12 tokens has placeholders"),
+        (
+            lambda: vision_model("idefics3"),
+            "idefics3",
+            {"kind": "video"},
+            "supports images only; send frames",
+        ),
+        (lambda: tiny_model(vocab_size=600), "qwen2_vl", {}, "1 attachments, but this model takes none"),
     ],
 )
-async def test_an_attachment_that_does_not_match_its_tokens_is_rejected(
-    changes: dict[str, Any], message: str
+async def test_an_attachment_that_does_not_match_tokens_or_model_is_rejected(
+    make: Any, kind: str, changes: dict[str, Any], message: str
 ) -> None:
-    encoded = prompt(picture(0))
+    encoded = template_of(kind).open_encoded(image_message("what is it?", picture(0)))
     wrong = Encoded(encoded.token_ids, (replace(encoded.attachments[0], **changes),))
-    async with serving(vision_model()) as server:
+    async with serving(make()) as server:
         with pytest.raises(ServerError, match=message):
             await complete(server, wrong, "a")
-
-
-async def test_a_text_model_rejects_images() -> None:
-    async with serving(tiny_model(vocab_size=600)) as server:
-        with pytest.raises(ServerError, match="1 attachments, but this model takes none"):
-            await complete(server, prompt(picture(0)), "a")
 
 
 async def test_a_sampled_placeholder_token_is_treated_as_text() -> None:
@@ -196,7 +197,7 @@ async def test_a_saved_model_is_loaded_with_its_vision_tower(tmp_path: Path) -> 
     server = EmbeddedServer.from_pretrained(tmp_path, config=EmbeddedConfig(max_model_len=256))
     output = await complete(server, encoded, "a")
     await server.close()
-    assert output.log_probs == pytest.approx(model_logprobs(model, encoded, output.token_ids), abs=TOLERANCE)
+    check(model, encoded, output)
 
 
 def mixed(kind: str) -> Encoded:
@@ -219,16 +220,9 @@ async def test_logprobs_after_videos_equal_those_of_the_model(kind: str, chunk_t
         video_message("what differs?", video_frames(1), video_frames(2, num_frames=2, width=64))
     )
     async with serving(model, prefill_chunk_tokens=chunk_tokens, max_model_len=512) as server:
-        async with asyncio.TaskGroup() as group:
-            prompts = [first, two, mixed(kind), template.open_encoded(image_message("no film"))]
-            tasks = [
-                group.create_task(complete(server, encoded, f"r{i}", temperature=1.0, seed=40 + i))
-                for i, encoded in enumerate(prompts)
-            ]
-        for encoded, task in zip(prompts, tasks, strict=True):
-            output = task.result()
-            expected = model_logprobs(model, encoded, output.token_ids)
-            assert output.log_probs == pytest.approx(expected, abs=TOLERANCE)
+        await check_batch(
+            server, model, [first, two, mixed(kind), template.open_encoded(image_message("none"))]
+        )
 
 
 async def test_equal_frames_at_different_rates_share_no_prefix() -> None:
@@ -241,15 +235,7 @@ async def test_equal_frames_at_different_rates_share_no_prefix() -> None:
         await complete(server, slow, "a")
         output = await complete(server, fast, "b")
         assert server.stats.reused_tokens <= fast.attachments[0].start
-        assert output.log_probs == pytest.approx(model_logprobs(model, fast, output.token_ids), abs=TOLERANCE)
-
-
-async def test_an_image_model_rejects_a_video() -> None:
-    encoded = idefics_template().open_encoded(image_message("a", picture()))
-    wrong = Encoded(encoded.token_ids, (replace(encoded.attachments[0], kind="video"),))
-    async with serving(vision_model("idefics3")) as server:
-        with pytest.raises(ServerError, match="idefics3 supports images only; send frames as images"):
-            await complete(server, wrong, "a")
+        check(model, fast, output)
 
 
 async def test_positions_continue_after_a_video_that_ends_the_prompt() -> None:
@@ -259,4 +245,4 @@ async def test_positions_continue_after_a_video_that_ends_the_prompt() -> None:
     assert len(cut.token_ids) == cut.attachments[0].end
     async with serving(model) as server:
         output = await complete(server, cut, "a")
-    assert output.log_probs == pytest.approx(model_logprobs(model, cut, output.token_ids), abs=TOLERANCE)
+    check(model, cut, output)

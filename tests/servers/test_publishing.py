@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -122,10 +122,16 @@ async def test_only_engines_that_load_files_themselves_get_complete_checkpoints(
     publisher.close()
 
 
-def test_weights_in_host_memory_are_refused_for_a_transfer_through_gpu_memory(
-    folder: Path, base: dict[str, Tensor]
+@pytest.mark.parametrize(
+    ("path", "transfer", "error", "message"),
+    [
+        (None, "cuda_ipc", ConfigError, "the weights are not on a GPU"),
+        ("no/such-model", "auto", WeightsError, "not on this machine"),
+    ],
+)
+async def test_weights_that_cannot_be_sent_are_refused(
+    folder: Path, base: dict[str, Tensor], path: str | None, transfer: Any, error: Any, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match="the weights are not on a GPU"):
-        asyncio.run(
-            publish(publisher_of(folder, transfer="cuda_ipc"), adapted_of(base), receiver=WeightReceiver())
-        )
+    publisher = publisher_of(folder if path is None else Path(path), transfer=transfer)
+    with pytest.raises(error, match=message):
+        await publish(publisher, adapted_of(base), receiver=WeightReceiver())

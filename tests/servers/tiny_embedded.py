@@ -6,9 +6,11 @@ import asyncio
 import copy
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -46,11 +48,18 @@ def tiny_model(*, seed: int = 0, **changes: Any) -> Any:
     return build(Qwen3Config(**{**SIZES, "head_dim": 16, **changes}), seed=seed)
 
 
+@cache
+def shared_model() -> Any:
+    """Return the model of many tests, which serve copies of it."""
+    return tiny_model()
+
+
 @asynccontextmanager
 async def serving(
-    model: Any, *, eos_token_ids: Sequence[int] | None = None, **settings: Any
+    model: Any = None, *, eos_token_ids: Sequence[int] | None = None, **settings: Any
 ) -> AsyncIterator[EmbeddedServer]:
     """Start a server with a copy of the model, and close it at the end."""
+    model = shared_model() if model is None else model
     config = EmbeddedConfig(**{"max_model_len": 256, **settings})
     server = EmbeddedServer(copy.deepcopy(model), config=config, eos_token_ids=eos_token_ids)
     try:
@@ -110,3 +119,12 @@ def full_forward_logprobs(
         logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, len(prompt_ids) - 1 :]
     logprobs = (logits.double() / (temperature or 1.0)).log_softmax(-1)
     return logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
+
+
+def assert_exact(
+    prompt_ids: IntArray, output: TokenOutput, *, model: Any = None, temperature: float = 1.0
+) -> None:
+    """Compare the log-probs of a completion with those of one plain forward."""
+    model = shared_model() if model is None else model
+    expected = full_forward_logprobs(model, prompt_ids, output.token_ids, temperature=temperature)
+    assert output.log_probs == pytest.approx(expected, abs=1e-4)
