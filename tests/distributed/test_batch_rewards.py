@@ -77,9 +77,7 @@ def test_groups_stay_whole_when_a_worker_dies(harness: ClusterHarness) -> None:
     harness.runner.run(harness.recovered())
 
 
-def test_a_reward_function_with_the_wrong_signature_is_refused_before_the_cluster_starts(
-    tmp_path: Path,
-) -> None:
+def test_a_reward_function_with_a_wrong_signature_is_refused_before_anything_starts(tmp_path: Path) -> None:
     config = make_config(make_project(tmp_path))
     reward = config.reward.model_copy(update={"batch": True})
     with pytest.raises(ConfigError, match=r"it is called as \(outputs, rows\)"):

@@ -107,9 +107,7 @@ def test_a_control_call_is_answered_while_thousands_of_completions_hang(harness:
     assert not held(harness)
 
 
-def test_a_cancelled_batch_of_a_thousand_rows_is_cleaned_up_and_the_next_batch_works(
-    harness: ClusterHarness,
-) -> None:
+def test_a_cancelled_batch_of_a_thousand_rows_is_cleaned_up_before_the_next(harness: ClusterHarness) -> None:
     set_latency(harness.folder, 3600.0)
 
     async def num_running() -> int:
@@ -155,9 +153,7 @@ def test_the_first_groups_are_kept_and_the_others_cancelled(harness: ClusterHarn
     assert not held(harness)
 
 
-def test_branches_are_returned_together_and_a_value_that_cannot_be_stored_is_an_incident_of_its_row(
-    harness: ClusterHarness,
-) -> None:
+def test_branches_stay_together_and_an_unstorable_value_is_an_incident(harness: ClusterHarness) -> None:
     set_latency(harness.folder, 0.0)
     work = rows(6)
     work[2]["agent_name"], work[4]["agent_name"] = "two_ways", "returns_a_function"
@@ -220,9 +216,7 @@ def test_a_tool_that_runs_once_is_not_run_again_when_its_worker_dies(tmp_path: P
     assert 32 * 3 - kinds[IncidentKind.INTERRUPTED_CALL] <= len(calls()) <= 32 * 3
 
 
-def test_a_killed_engine_is_restarted_with_the_weights_of_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_engine_restarts_with_new_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = make_model_project(tmp_path)
     overrides = [

@@ -66,16 +66,12 @@ def run_and_compare(harness: ClusterHarness, expected: dict[tuple[Any, ...], Any
     assert not any(held.values()), held
 
 
-def test_a_rollout_on_a_cluster_gives_the_same_tokens_as_one_process(
-    harness: ClusterHarness, expected: Any
-) -> None:
+def test_a_rollout_on_a_cluster_has_the_tokens_of_one_process(harness: ClusterHarness, expected: Any) -> None:
     run_and_compare(harness, expected)
 
 
 @pytest.mark.parametrize("fault", ["kill_server", "kill_worker", "kill_node"])
-def test_rows_of_a_killed_process_or_node_are_resumed_by_the_others(
-    harness: ClusterHarness, expected: Any, fault: str
-) -> None:
+def test_rows_of_killed_processes_are_resumed(harness: ClusterHarness, expected: Any, fault: str) -> None:
     run_and_compare(harness, expected, breaks=getattr(harness, fault), after=100)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,7 @@ from agent_loop.trajectory import (
     Segment,
     Trajectory,
 )
-from agent_loop.trajectory.codec import decode_completion, encode_completion
-from agent_loop.types import Origin, Row, StopReason, TokenChunk, TokenOutput
+from agent_loop.types import Origin, Row, StopReason
 
 
 def workers(count: int) -> list[Any]:
@@ -265,13 +263,3 @@ def test_a_trajectory_that_cannot_be_sent_arrives_as_failed_and_the_others_uncha
 
 def test_a_trajectory_of_another_batch_is_ignored() -> None:
     assert unpack_trajectories(pack_trajectories([trajectory()]), jobs={}) == []
-
-
-def test_a_completion_arrives_bit_for_bit_in_few_bytes() -> None:
-    logprobs = np.random.default_rng(0).normal(size=1000).tolist()
-    top = np.arange(2000, dtype=np.float32).reshape(1000, 2)
-    chunk = TokenChunk(list(range(1000)), logprobs, 5, "length", 1, 3, extras={"top": top})
-    output = TokenOutput.from_chunks([replace(chunk.part(0, 400), weight_version=4), chunk.part(400, 1000)])
-    packed = encode_completion(output)
-    assert len(packed) < 1000 * 20 + 1000
-    assert decode_completion(packed) == output

@@ -70,9 +70,7 @@ def test_cancelled_rows_are_resumed_from_their_partial_outputs(harness: ClusterH
     assert not any(harness.runner.run(harness.held()).values())
 
 
-def test_rows_of_a_killed_worker_are_resumed_from_their_last_turn(
-    harness: ClusterHarness, tmp_path: Path
-) -> None:
+def test_rows_of_a_killed_worker_resume_from_their_last_turn(harness: ClusterHarness, tmp_path: Path) -> None:
     """The model never samples the same completion twice, so that a repeated turn is detected."""
     set_latency(harness.folder, 0.8)
     work, path = rows(64), tmp_path / "step.journal"
@@ -106,9 +104,7 @@ def all_tokens(trajectory: Trajectory) -> list[int]:
     return [token for segment in trajectory.output.segments for token in segment.token_ids.tolist()]
 
 
-def test_a_rollout_that_was_cancelled_resumes_from_its_journal(
-    harness: ClusterHarness, tmp_path: Path
-) -> None:
+def test_a_cancelled_rollout_resumes_from_its_journal(harness: ClusterHarness, tmp_path: Path) -> None:
     set_latency(harness.folder, 0.5)
     work, path = rows(24), tmp_path / "step.journal"
 
@@ -137,7 +133,6 @@ def test_a_driver_that_was_killed_resumes_on_another_cluster(tmp_path: Path) -> 
     make_scripted_project(tmp_path, hang="135")
     journal = tmp_path / "out.jsonl.journal"
     command = ["rollout", "config.yaml", *ON_RAY, "--out", "out.jsonl"]
-
     with killed_when(
         command, tmp_path, journal=journal, counts={RecordKind.END: 6, RecordKind.OBSERVATION: 12}
     ):
@@ -145,7 +140,6 @@ def test_a_driver_that_was_killed_resumes_on_another_cluster(tmp_path: Path) -> 
         ended = {record["row"] for record in read(journal) if record["is"] == RecordKind.END}
         (tmp_path / "hang").unlink()
         run([*command, "--resume"], tmp_path)
-
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     after = {line["trajectory_id"]: line["prompt_ids"] + line["response_ids"] for line in lines}
     assert sorted(after) == sorted(recorded) == [f"group={g}/rollout={r}" for g in range(6) for r in range(2)]

@@ -282,7 +282,6 @@ def test_a_completion_is_resumed_at_the_token_at_which_its_server_was_killed(tmp
 
     folder = make_project(tmp_path)
     config = make_config(folder, script="counts", streams=True, num_servers=2, num_workers=1)
-
     with ClusterHarness(config, folder=folder, cluster=None) as harness:
 
         async def kill_in_the_middle() -> None:

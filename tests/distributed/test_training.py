@@ -93,9 +93,7 @@ def test_processes_of_the_cluster_train_together(tmp_path: Path) -> None:
     assert max(metrics_of(tmp_path, names.LOGPROB_DIFF_MAX)) < 1e-4
 
 
-def test_a_training_process_that_is_killed_ends_the_run_with_an_error_that_names_it(
-    tmp_path: Path,
-) -> None:
+def test_a_training_process_that_is_killed_ends_the_run_with_an_error_that_names_it(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, "rollout.n=4", "trainer.num_processes=2", "trainer.total_steps=100000")
 
     async def kill_rank_1() -> None:
@@ -199,9 +197,7 @@ def loss(logprobs_BT, *, old_logprobs_BT, advantages_BT, mask_BT, config):
 '''
 
 
-def test_every_process_of_an_eight_gpu_recipe_sees_as_many_devices_as_planned_and_its_own_on_ray(
-    tmp_path: Path,
-) -> None:
+def test_every_process_of_an_eight_gpu_recipe_sees_the_devices_that_are_planned(tmp_path: Path) -> None:
     recipe = FOLDER / "qwen3-4b-8x80gb.yaml"
     places = assign(load_config(recipe), devices=tuple("01234567"))
     path = tiny_config(recipe, tmp_path, whole=True)

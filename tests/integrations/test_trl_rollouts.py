@@ -135,9 +135,7 @@ def test_an_evaluation_uses_the_validation_sampling_parameters() -> None:
         ({"accelerator": SimpleNamespace(num_processes=4, unwrap_model=None)}, "runs in 4 processes"),
     ],
 )
-def test_arguments_that_contradict_the_configuration_are_rejected(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_arguments_that_contradict_the_settings_are_rejected(changes: dict[str, Any], message: str) -> None:
     rollouts, server = rollouts_with()
     with rollouts, pytest.raises(ConfigError, match=message):
         roll_out(rollouts, trainer=fake_trainer(**changes))

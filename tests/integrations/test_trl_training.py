@@ -54,9 +54,7 @@ def grpo_args(folder: Path, **changes: Any) -> Any:
     return trl.GRPOConfig(output_dir=str(folder), **ON_A_CPU, **{**values, **changes})
 
 
-def test_training_learns_the_demo_task_with_tool_calls(
-    task_config: Config, model_path: Path, tmp_path: Path
-) -> None:
+def test_training_learns_to_call_the_tools(task_config: Config, model_path: Path, tmp_path: Path) -> None:
     with AgentLoopRollouts(task_config) as rollouts:
         trainer = trl.GRPOTrainer(
             str(model_path),
@@ -73,9 +71,7 @@ def test_training_learns_the_demo_task_with_tool_calls(
     assert sum(entry["reward"] for entry in logs[-3:]) / 3 > 0.6
 
 
-def test_the_loss_covers_exactly_the_sampled_tokens(
-    task_config: Config, model_path: Path, tmp_path: Path
-) -> None:
+def test_the_loss_covers_the_sampled_tokens(task_config: Config, model_path: Path, tmp_path: Path) -> None:
     outputs: list[dict[str, Any]] = []
 
     class Watched(trl.GRPOTrainer):
@@ -179,9 +175,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_a_cpu")
-def test_ten_steps_run_on_samples_of_the_current_weights(
-    task_config: Config, model_path: Path, tmp_path: Path
-) -> None:
+def test_ten_steps_train_on_fresh_samples(task_config: Config, model_path: Path, tmp_path: Path) -> None:
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer  # late: takes seconds
 
     settings = {"per_device_train_batch_size": 32, "token_budget": 0, "max_staleness": 2, "max_steps": 10}

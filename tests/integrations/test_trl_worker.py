@@ -175,9 +175,7 @@ def test_one_broken_row_is_skipped_and_counted_and_too_many_in_a_row_end_the_wor
         ({"max_completion_length": 64}, "max_completion_length is 64"),
     ],
 )
-def test_arguments_that_contradict_the_configuration_are_rejected(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_arguments_that_contradict_the_settings_are_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message), working(**changes):
         pass
 

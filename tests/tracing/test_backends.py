@@ -91,9 +91,7 @@ def traces_to(collector: Collector, **trace: Any) -> TraceConfig:
     return TraceConfig(backend="otel", otlp_endpoint=collector.url, project_name="tea", **trace)
 
 
-def test_a_trajectory_is_one_trace_of_nested_spans_with_the_attributes_of_the_conventions(
-    collector: Collector,
-) -> None:
+def test_a_trajectory_is_one_trace_of_nested_spans_with_conventional_attributes(collector: Collector) -> None:
     [trajectory] = run(traces_to(collector))
     spans = collector.spans
     assert [span.name for span in spans if span.name in NAMES] == NAMES

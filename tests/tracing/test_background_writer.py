@@ -65,9 +65,7 @@ def test_all_items_are_written_in_order_and_the_writer_is_closed() -> None:
     assert (notebook.num_opened, notebook.is_closed, background_writer.num_dropped) == (1, True, 0)
 
 
-def test_items_that_a_writer_fails_on_are_dropped_and_logged_once_per_error_type(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_items_that_fail_are_dropped_and_logged_once_per_error_type(caplog: pytest.LogCaptureFixture) -> None:
     def fails(number: int) -> None:
         if number % 2:
             raise OSError(28, "No space left on device") if number < 7 else ValueError("what?")
@@ -98,9 +96,7 @@ def test_opening_a_writer_is_retried_with_the_next_item() -> None:
     assert background_writer.num_dropped == 2
 
 
-def test_a_hung_writer_drops_items_beyond_the_queue_and_delays_the_end_for_a_bounded_time(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_hung_writer_drops_items_and_delays_the_end_briefly(caplog: pytest.LogCaptureFixture) -> None:
     release = threading.Event()
     started = time.monotonic()
     background_writer = write(Notebook(lambda _: assert_waits(release)), count=10, max_queued=3)
@@ -146,9 +142,7 @@ def test_items_that_arrive_while_a_writer_is_busy_are_written_in_bounded_batches
     assert notebook.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
-def test_a_short_queue_is_written_as_soon_as_it_is_full(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_short_queue_is_written_as_soon_as_it_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "BATCH_WINDOW_S", 600.0)
     written = threading.Event()
     background_writer = write(Notebook(lambda _: written.set(), max_batch=4), count=2, max_queued=2)

@@ -190,9 +190,7 @@ def test_texts_are_those_of_the_tokenizer() -> None:
         assert make_token_decoder(template)(ids) == make_token_decoder(others)(ids) == expected
 
 
-def test_an_incomplete_last_line_is_skipped_with_a_warning(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_incomplete_line_is_skipped_with_a_warning(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_to(path, runs=[{"n": 3}])
     path.write_bytes(path.read_bytes()[:-10])
     with caplog.at_level(logging.WARNING):

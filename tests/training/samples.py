@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from hypothesis import strategies as st
-from msgspec import structs
 
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.trajectory import AgentLoopOutput, Feedback, Segment, Trajectory
@@ -53,14 +52,12 @@ class Sample(NamedTuple):
     """Number of the first turns, which an earlier branch trains."""
 
     @property
-    def group(self) -> Hashable:
+    def group(self) -> tuple[int, int | None]:
         return self.trajectory.group, self.branch.seat
 
     @property
     def rollout(self) -> Hashable:
-        """Key of the rollout among those of its group; a row without a branch number is a rollout of its own."""
-        t = self.trajectory
-        return t.group, self.branch.seat, t.rollout
+        return *self.group, self.trajectory.rollout
 
     @property
     def is_scored(self) -> bool:
@@ -84,12 +81,9 @@ class Sample(NamedTuple):
 
 
 rewards = st.sampled_from([0.0, 0.1, 0.5, 1.0, -2.0])
-turns = st.lists(
-    st.builds(
-        Turn, st.integers(1, 3), st.none() | rewards, st.integers(6, 8), st.sampled_from([None, 1, "a"])
-    ),
-    max_size=3,
-).map(tuple)
+states = st.sampled_from([None, 1, "a"])
+turn = st.builds(Turn, st.integers(1, 3), st.none() | rewards, st.integers(6, 8), states)
+turns = st.lists(turn, max_size=3).map(tuple)
 parts = st.fixed_dictionaries({}, optional={"correct": st.none() | rewards, "format": rewards})
 branches = st.builds(Branch, st.none() | rewards, turns, parts, st.none() | st.integers(0, 1))
 rollouts = st.builds(
@@ -106,34 +100,44 @@ def samples_of(groups: Sequence[Sequence[Rollout]]) -> list[Sample]:
     found: list[Sample] = []
     for g, group in enumerate(groups):
         for r, rollout in enumerate(group):
-            prompt = Segment(as_token_ids([3, 4 + g]), Origin.PROMPT)
-            shared = _segments(rollout.shared, is_first=True)
-            is_trained = False
+            row = {} if rollout.source is None else {"data_source": rollout.source}
+            first, is_trained = output_of(rollout.shared, group=g), False
             for b, branch in enumerate(rollout.branches):
                 number = b if len(rollout.branches) > 1 else None
-                all_turns = rollout.shared + branch.turns
-                own = _segments(branch.turns, is_first=not rollout.shared)
-                row = {} if rollout.source is None else {"data_source": rollout.source}
-                sample = Sample(
-                    Trajectory(
-                        AgentLoopOutput(
-                            segments=[prompt, *shared, *own],
-                            extra_fields={} if branch.seat is None else {"seat": branch.seat},
-                        ),
-                        row=row,
-                        group=g,
-                        rollout=r,
-                        reward=branch.reward,
-                        reward_extra=branch.parts,
-                        branch=number,
-                    ),
-                    branch,
-                    all_turns,
-                    len(rollout.shared) if is_trained else 0,
-                )
-                found.append(_with_feedback(sample))
+                turns = rollout.shared + branch.turns
+                fields = {} if branch.seat is None else {"seat": branch.seat}
+                output = output_of(turns, group=g, shares=(first, len(rollout.shared)), **fields)
+                trajectory = Trajectory(output, row, g, r, branch.reward, branch.parts, number)
+                found.append(Sample(trajectory, branch, turns, len(rollout.shared) if is_trained else 0))
                 is_trained |= number is not None and branch.reward is not None
     return found
+
+
+def output_of(
+    turns: Sequence[Turn], *, group: int, shares: tuple[AgentLoopOutput, int] | None = None, **fields: Any
+) -> AgentLoopOutput:
+    """Return turns with an observation of two tokens between them, and feedback at their ends.
+
+    `shares` is another output of the rollout, and the number of turns that the two have in common.
+    """
+    other, num_shared = shares or (None, 0)
+    segments = [Segment(as_token_ids([3, 4 + group]), Origin.PROMPT)]
+    if other is not None and num_shared:
+        segments = list(other.segments[: 2 * num_shared])
+    feedback: list[Feedback] = []
+    for number, turn in enumerate(turns):
+        if number >= num_shared:
+            logprobs = np.full(turn.num_tokens, -1.0, np.float32)
+            observation = [Segment(as_token_ids([turn.seen] * 2), Origin.TOOL)] if number else []
+            segments += [
+                *observation,
+                Segment(as_token_ids([5] * turn.num_tokens), Origin.MODEL, logprobs, 0),
+            ]
+        if turn.reward is not None or turn.state is not None:
+            end = sum(map(len, segments[1 : 2 * number + 2])) - 1
+            extra = {} if turn.state is None else {"state": turn.state}
+            feedback.append(Feedback(Origin.TOOL, "tool", place=end, reward=turn.reward, extra=extra))
+    return AgentLoopOutput(segments=segments, feedback=feedback, extra_fields=fields)
 
 
 def batch_of(samples: Sequence[Sample]) -> RolloutBatch:
@@ -169,32 +173,3 @@ def compared(
 def shares(keys: Sequence[Hashable]) -> list[float]:
     """Return 1 divided by the number of rows with the same key, for each row."""
     return [1 / keys.count(key) for key in keys]
-
-
-def _segments(turns: Sequence[Turn], *, is_first: bool) -> list[Segment]:
-    segments: list[Segment] = []
-    for number, turn in enumerate(turns):
-        if number or not is_first:
-            segments.append(Segment(as_token_ids([turn.seen] * 2), Origin.TOOL))
-        logprobs = np.full(turn.num_tokens, -1.0, np.float32)
-        segments.append(Segment(as_token_ids([5] * turn.num_tokens), Origin.MODEL, logprobs, 0))
-    return segments
-
-
-def _with_feedback(sample: Sample) -> Sample:
-    feedback = [
-        Feedback(
-            Origin.TOOL,
-            "tool",
-            place=end,
-            reward=turn.reward,
-            extra={} if turn.state is None else {"state": turn.state},
-        )
-        for turn, (_, end) in zip(sample.turns, sample.spans, strict=True)
-        if turn.reward is not None or turn.state is not None
-    ]
-    output = sample.trajectory.output
-    output = AgentLoopOutput(
-        segments=output.segments, feedback=feedback, extra_fields=dict(output.extra_fields)
-    )
-    return sample._replace(trajectory=structs.replace(sample.trajectory, output=output))

@@ -18,8 +18,8 @@ from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training import metrics as names
 from agent_loop.training.actor import Actor
 from agent_loop.training.actor_loss import PastLogProbs, importance
-from agent_loop.trajectory import AgentLoopOutput, Segment
-from agent_loop.types import FORCED, Origin, as_token_ids
+from agent_loop.trajectory import AgentLoopOutput
+from agent_loop.types import FORCED
 from tests.training.fakes import PAD, advantages_of, sample_trajectories, sampled_batch, tiny_policy
 
 
@@ -113,7 +113,6 @@ def test_splitting_and_packing_change_no_gradient(name: str) -> None:
         {"max_tokens_per_micro_batch": 100_000, "share_prefixes": False},
         {"max_tokens_per_micro_batch": 40, "share_prefixes": False},
     ]
-
     whole, *others = (
         gradients(
             make_actor(tiny_policy(seed=2).double(), grad_clip=1e9, **LOSSES[name], **split),
@@ -122,7 +121,6 @@ def test_splitting_and_packing_change_no_gradient(name: str) -> None:
         )
         for split in splits
     )
-
     assert float(whole.norm()) > 0
     for other in others:
         assert float((whole - other).norm() / whole.norm()) < 1e-6
@@ -200,15 +198,6 @@ def test_the_learning_rate_decays_linearly_to_its_minimum() -> None:
     assert rates == pytest.approx([0.5e-3, 0.8e-3, 0.6e-3, 0.4e-3, 0.2e-3, 0.2e-3])
 
 
-def test_an_empty_prompt_is_refused_by_name() -> None:
-    trajectories = sample_trajectories(tiny_policy(), num_groups=1, n=2)
-    segments = [Segment(as_token_ids([]), Origin.PROMPT), *trajectories[1].output.response_segments]
-    bad = structs.replace(trajectories[1], output=AgentLoopOutput(segments=segments))
-    batch = assemble([trajectories[0], bad], pad_token_id=PAD)
-    with pytest.raises(DataError, match="group=0/rollout=1 has an empty prompt"):
-        make_actor().update(batch, advantages_BR=torch.ones(2, 1))
-
-
 def test_old_logprobs_come_from_the_rollout_unless_they_are_recomputed() -> None:
     batch, advantages_BR = off_policy_batch()
     given = make_actor().update(batch, advantages_BR=advantages_BR)
@@ -243,9 +232,7 @@ def test_the_trained_branches_of_a_rollout_are_weighed_together(trained: list[in
     rollout_BR = batch["rollout_log_probs"]
     past = PastLogProbs(old_BR=rollout_BR + shift_B1, rollout_BR=rollout_BR, reference_BR=None)
     config = CorrectionConfig(kind="truncate", level="geometric", max_ratio=1e6)
-
     weights_BR, metrics = importance(batch, rows=torch.tensor(trained), past=past, config=config)
-
     assert weights_BR is not None
     own = trained[1:]
     num_tokens = int(mask_BR[own].sum())

@@ -72,9 +72,7 @@ def reference(policy_V: Array, teacher_V: Array, *, top: Array, direction: Direc
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @given(seed=st.integers(0, 10_000), k=st.integers(1, 8), spread=st.sampled_from([0.3, 1.0, 3.0]))
-def test_the_divergence_and_its_gradient_are_those_of_numpy(
-    direction: Direction, seed: int, k: int, spread: float
-) -> None:
+def test_divergences_are_those_of_numpy(direction: Direction, seed: int, k: int, spread: float) -> None:
     random = np.random.default_rng(seed)
     logits, teacher_V = random.normal(size=8) * spread, softmax(random.normal(size=8))
     logits_V = torch.tensor(logits, requires_grad=True)
@@ -90,7 +88,6 @@ def test_the_divergence_and_its_gradient_are_those_of_numpy(
         direction=direction,
     )
     found.backward()
-
     assert float(found.detach()) == pytest.approx(expected(logits), abs=1e-6)
     steps = STEP * np.eye(8)
     slopes = [(expected(logits + step) - expected(logits - step)) / (2 * STEP) for step in steps]
@@ -153,14 +150,12 @@ def test_with_all_tokens_as_candidates_whole_distributions_are_compared(directio
     batch, teacher_of_rows = taught_batch(trajectories, k=VOCABULARY)
     targets = targets_of(batch, direction)
     weight = model.model.norm.weight
-
     for part in micro_batches(
         batch, rows=torch.arange(len(batch)), max_tokens=40, device=torch.device("cpu")
     ):
         found = response_logprobs(model, part, temperature=1.0, candidate_ids_BRK=targets.candidate_ids(part))
         losses_BR = targets.losses(found, part)
         [gradient] = torch.autograd.grad(losses_BR.sum(), weight)
-
         total = torch.tensor(0.0)
         for index, row in enumerate(part.rows_B.tolist()):
             sides = (response_distributions(model, trajectories[row]), teacher_of_rows[row])
@@ -393,9 +388,7 @@ def test_rewards_count_besides_the_teacher(taught: Config) -> None:
     assert len({line[names.LOSS] for line in (both, reward_alone, teacher_alone)}) == 3
 
 
-def test_each_source_has_its_own_teacher_and_rows_of_no_teacher_are_not_taught(
-    taught: Config, tmp_path: Path
-) -> None:
+def test_each_source_has_its_teacher_and_other_rows_are_not_taught(taught: Config, tmp_path: Path) -> None:
     save_teacher(tmp_path / "other", OTHER_TEACHER)
     teachers = {
         "big": {"path": str(tmp_path / "teacher"), "sources": ["math"]},
@@ -408,9 +401,7 @@ def test_each_source_has_its_own_teacher_and_rows_of_no_teacher_are_not_taught(
     assert line[names.ROWS_TRAINED] == 12
 
 
-def test_a_resumed_run_asks_its_teachers_again_and_ends_with_the_same_weights(
-    taught: Config, tmp_path: Path
-) -> None:
+def test_a_resumed_run_asks_its_teachers_and_ends_with_equal_weights(taught: Config, tmp_path: Path) -> None:
     taught = changed(taught, "trainer", total_steps=4, save_every=2)
     parts = changed(taught, "trainer", run_dir=str(tmp_path / "parts"))
     train_without_reward(changed(parts, "trainer", total_steps=2))
@@ -437,36 +428,11 @@ def test_a_teacher_with_other_tokens_is_refused_before_anything_runs(taught: Con
 @pytest.mark.parametrize(
     ("teacher", "message"),
     [
-        (
-            {"server_url": "http://host:1", "engine": "vllm"},
-            r"set distillation\.teachers\.big\.tokenizer_path",
-        ),
+        ({"server_url": "http://host:1", "engine": "vllm"}, r"set .*teachers\.big\.tokenizer_path"),
         ({"path": "no/such/model"}, r"no tokenizer .*set distillation\.teachers\.big\.tokenizer_path"),
         ({"engine": "unheard_of"}, r"the server of distillation\.teachers\.big cannot be created: "),
     ],
 )
-def test_a_teacher_that_cannot_be_one_is_refused(
-    taught: Config, teacher: dict[str, Any], message: str
-) -> None:
+def test_an_impossible_teacher_is_refused(taught: Config, teacher: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         train(with_distillation(taught, teachers={"big": teacher}))
-
-
-@pytest.mark.parametrize(
-    ("teachers", "temperature", "message"),
-    [
-        (
-            {"a": {"sources": ["x"]}, "b": {"sources": ["x", "y"]}},
-            1.0,
-            "2 of .*teachers teach the source 'x'",
-        ),
-        ({"a": {}, "b": {}}, 1.0, r"distillation\.teachers\.a and b both teach all sources"),
-        ({"a": {}}, 0.7, r"temperature is 0\.7, but distillation\.teachers score at temperature 1"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(
-    teachers: dict[str, Any], temperature: float, message: str
-) -> None:
-    settings = {"distillation": {"teachers": teachers}, "rollout": {"temperature": temperature}}
-    with pytest.raises(ConfigError, match=message):
-        Config.model_validate(settings)

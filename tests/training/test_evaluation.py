@@ -147,9 +147,7 @@ def test_95_percent_of_the_intervals_of_pass_at_k_contain_the_true_value(
 
 @pytest.mark.parametrize("num_samples", [1, 8])
 @pytest.mark.parametrize("loss", [0.0, 0.2])
-def test_95_percent_of_the_intervals_of_a_difference_contain_the_true_value(
-    num_samples: int, loss: float
-) -> None:
+def test_95_percent_of_intervals_of_a_difference_hold_the_true_value(num_samples: int, loss: float) -> None:
     random = np.random.default_rng([num_samples, int(10 * loss)])
     num_trials, num_rows, hits = 300, 40, 0
     for _ in range(num_trials):
@@ -248,7 +246,6 @@ def test_a_summary_is_read_as_it_was_written(tmp_path: Path) -> None:
         other=(tmp_path / "other", other),
     )
     summary.write(tmp_path / "summary.json")
-
     assert read_summary(tmp_path) == summary == read_summary(tmp_path / "summary.json")
     assert summary.comparison is not None
     assert summary.comparison.total.pass_at_1.value == 0.5
@@ -260,9 +257,7 @@ def test_a_summary_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "complaint"), [("{", "Invalid JSON"), ('{"format": 2}', "format: Input should be 1")]
 )
-def test_a_file_that_is_not_a_summary_is_refused_with_its_path(
-    tmp_path: Path, content: str, complaint: str
-) -> None:
+def test_a_file_that_is_no_summary_is_refused_by_path(tmp_path: Path, content: str, complaint: str) -> None:
     (tmp_path / "summary.json").write_text(content, encoding="utf-8")
     with pytest.raises(DataError, match=rf"summary.json' is not the summary of an .*: .*({complaint})"):
         read_summary(tmp_path)

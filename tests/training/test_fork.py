@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +14,11 @@ from agent_loop.config import AlgorithmConfig
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.rollout.forks import FORKED_TURN
 from agent_loop.training.advantages.estimate import BatchAdvantages, estimate_batch, load_estimators
-from agent_loop.trajectory import AgentLoopOutput, Feedback, Segment, Trajectory
-from agent_loop.types import Origin, as_token_ids
+from agent_loop.trajectory import Trajectory
+from agent_loop.types import Origin
 from tests.harness import examples
 from tests.training.fakes import PAD
+from tests.training.samples import Turn, output_of
 
 WEIGHT, KL = 0.25, 1 / 16
 """Weight of the rewards of turns, and penalty of each trained token; exact in float32."""
@@ -29,8 +29,7 @@ class Path:
     """Turns of a trajectory, or those of a continuation after the fork."""
 
     reward: float | None
-    turns: tuple[tuple[int, float | None], ...]
-    """Number of tokens and reward of each turn."""
+    turns: tuple[Turn, ...]
 
 
 @dataclass(frozen=True)
@@ -44,15 +43,16 @@ class Forked:
 
 
 rewards = st.sampled_from([0.0, 0.5, 1.0, -2.0, 0.125])
-turns = st.tuples(st.integers(1, 3), st.none() | rewards)
-paths = st.builds(Path, st.none() | rewards, st.lists(turns, min_size=0, max_size=3).map(tuple))
-mains = st.builds(Path, st.none() | rewards, st.lists(turns, min_size=1, max_size=4).map(tuple))
+turn = st.tuples(st.integers(1, 3), st.none() | rewards).map(lambda values: Turn(*values))
+paths = st.builds(Path, st.none() | rewards, st.lists(turn, max_size=3).map(tuple))
+mains = st.builds(Path, st.none() | rewards, st.lists(turn, min_size=1, max_size=4).map(tuple))
 
 
 @st.composite
 def forked_rollouts(draw: st.DrawFn) -> Forked:
+    """Draw a rollout. One that was not scored is not forked."""
     main = draw(mains)
-    if len(main.turns) < 2:
+    if len(main.turns) < 2 or main.reward is None:
         return Forked(main)
     forks = st.tuples(st.integers(1, len(main.turns) - 1), paths)
     return Forked(main, tuple(draw(st.lists(forks, max_size=5))))
@@ -64,8 +64,7 @@ groups = st.lists(st.lists(forked_rollouts(), min_size=1, max_size=4), min_size=
 def total(path: Path) -> float | None:
     if path.reward is None:
         return None
-    tokens = sum(number for number, _ in path.turns)
-    return path.reward + sum(WEIGHT * (reward or 0.0) for _, reward in path.turns) - KL * tokens
+    return path.reward + sum(WEIGHT * (turn.reward or 0.0) - KL * turn.num_tokens for turn in path.turns)
 
 
 def reference(groups: Sequence[Sequence[Forked]], *, train: bool) -> dict[tuple[int, int, int], list[float]]:
@@ -106,34 +105,14 @@ def trajectories_of(groups: Sequence[Sequence[Forked]]) -> list[Trajectory]:
     branches: list[Trajectory] = []
     for g, group in enumerate(groups):
         for r, rollout in enumerate(group):
-            segments = [_segments(turn) for turn in rollout.main.turns]
-            number = 0 if rollout.continuations else None
-            output = _output(g, rollout.main, segments)
-            mains.append(Trajectory(output, {}, g, r, rollout.main.reward, {}, number))
+            number, main = 0 if rollout.continuations else None, rollout.main
+            first = output_of(main.turns, group=g)
+            mains.append(Trajectory(first, {}, g, r, main.reward, {}, number))
             for b, (turn, path) in enumerate(rollout.continuations, 1):
-                parts = [*segments[:turn], *(_segments(each) for each in path.turns)]
-                output = _output(g, rollout.whole(turn, path), parts, **{FORKED_TURN: turn})
+                turns = rollout.whole(turn, path).turns
+                output = output_of(turns, group=g, shares=(first, turn), **{FORKED_TURN: turn})
                 branches.append(Trajectory(output, {}, g, r, path.reward, {}, b))
     return [*mains, *branches]
-
-
-def _output(group: int, path: Path, parts: Sequence[Sequence[Segment]], **fields: Any) -> AgentLoopOutput:
-    ends = np.cumsum([sum(map(len, part)) for part in parts]) - 3  # before the observation
-    feedback = [
-        Feedback(Origin.TOOL, "tool", place=int(end), reward=reward)
-        for end, (_, reward) in zip(ends, path.turns, strict=True)
-        if reward is not None
-    ]
-    prompt = Segment(as_token_ids([3, 4 + group]), Origin.PROMPT)
-    flat = [prompt, *(segment for part in parts for segment in part)]
-    return AgentLoopOutput(segments=flat, feedback=feedback, extra_fields=fields)
-
-
-def _segments(turn: tuple[int, float | None]) -> list[Segment]:
-    length, _ = turn
-    logprobs = np.full(length, -1.0, np.float32)
-    sampled = Segment(as_token_ids([5] * length), Origin.MODEL, logprobs, 0)
-    return [sampled, Segment(as_token_ids([6, 6]), Origin.TOOL)]
 
 
 def estimated(
@@ -151,13 +130,7 @@ def estimated(
 @pytest.mark.parametrize("train", [True, False])
 @examples(150)
 @given(groups=groups)
-def test_a_stretch_gets_the_next_known_value_minus_the_last_known_value(
-    train: bool, groups: list[list[Forked]]
-) -> None:
-    # A trajectory that was not scored is not forked.
-    groups = [
-        [each if each.main.reward is not None else Forked(each.main) for each in group] for group in groups
-    ]
+def test_a_stretch_gets_the_next_value_minus_the_last_one(train: bool, groups: list[list[Forked]]) -> None:
     expected = reference(groups, train=train)
 
     trajectories, batch, found = estimated(groups, train=train)
@@ -187,11 +160,11 @@ def _trained(values: Sequence[float], trajectory: Trajectory) -> Sequence[float]
 
 
 def test_shared_tokens_are_trained_once_and_those_of_a_continuation_in_its_own_row() -> None:
-    rollout = Forked(Path(1.0, ((2, None), (1, None))), ((1, Path(0.0, ((3, None),))),))
-    _, batch, found = estimated([[rollout, Forked(Path(0.0, ((1, None),)))]])
+    rollout = Forked(Path(1.0, (Turn(2), Turn(1))), ((1, Path(0.0, (Turn(3),))),))
+    _, batch, found = estimated([[rollout, Forked(Path(0.0, (Turn(1),)))]])
     assert batch["response_mask"].tolist() == [
-        [1, 1, 0, 0, 1, 0, 0, 0, 0],
-        [1, 0, 0, 0, 0, 0, 0, 0, 0],
-        [0, 0, 0, 0, 1, 1, 1, 0, 0],
+        [1, 1, 0, 0, 1, 0, 0],
+        [1, 0, 0, 0, 0, 0, 0],
+        [0, 0, 0, 0, 1, 1, 1],
     ]
     assert found.keep_B.all()

@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from agent_loop.config import ActorConfig, Config, CriticConfig, ModelConfig
+from agent_loop.config import ActorConfig, Config, CriticConfig, ModelConfig, parse_section
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training import metrics as names
@@ -44,6 +44,46 @@ def batch() -> RolloutBatch:
     return sampled_batch(n=8)
 
 
+ESTIMATORS = ("grpo", "rloo", "remax", "gdpo", "turn_grpo", "gigpo", "gae")
+ESTIMATORS += ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
+
+def gdpo(**values: Any) -> dict[str, Any]:
+    return {"algorithm": {"adv_estimator": "gdpo", **values}}
+
+
+def by_source(**values: Any) -> dict[str, Any]:
+    return {"algorithm": {"by_data_source": {"math": values}}}
+
+
+def teachers(**teachers: Any) -> dict[str, Any]:
+    return {"distillation": {"teachers": teachers}}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (gdpo(), r"algorithm\.reward_parts is empty; name the parts"),
+        (gdpo(reward_parts={"a": 1}, kl_reward_coef=0.1), "not among algorithm.reward_parts; add 'reward'"),
+        (gdpo(reward_parts={"a": 1}, overlong_buffer=4), "not among algorithm.reward_parts; add 'reward'"),
+        (gdpo(reward_parts={"a": 1}, turn_reward_weight=1), "not among .*reward_parts; add 'reward'"),
+        (by_source(adv_estimater="rloo"), r"\.math has the setting 'adv_estimater'.*did you mean"),
+        (by_source(kl_reward_coef=0.1), r"\.math has the setting 'kl_reward_coef', which a source"),
+        (by_source(gamma=2), r"by_data_source\.math: gamma is 2"),
+        (by_source(adv_estimator="gdpo"), r"by_data_source\.math: .*reward_parts is empty"),
+        (teachers(a={"sources": ["x"]}, b={"sources": ["x", "y"]}), "2 of .* teach the source 'x'"),
+        (teachers(a={}, b={}), r"distillation\.teachers\.a and b both teach all sources"),
+        ({**teachers(a={}), "rollout": {"temperature": 0.7}}, r"temperature is 0\.7, .*at temperature 1"),
+        ({"model": {"base_bits": 4}}, "model.lora_rank is 0, and weights of 4 bits cannot be trained"),
+        ({"model": {"base_bits": 3, "lora_rank": 8}}, "model.base_bits is 3"),
+        ({"model": {"base_bits": 4, "lora_rank": 8}, "trainer": {"num_processes": 2}}, "would shard the"),
+    ],
+)
+def test_contradictory_settings_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_section(Config, values, where="test")
+
+
 def settings(folder: Path, **sections: dict[str, Any]) -> Config:
     return Config.model_validate(
         {
@@ -63,23 +103,8 @@ def are_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return all(torch.equal(value, right[name]) for name, value in left.items())
 
 
-@pytest.mark.parametrize(
-    "estimator",
-    [
-        "grpo",
-        "rloo",
-        "remax",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-        "gdpo",
-        "turn_grpo",
-        "gigpo",
-        "gae",
-    ],
-)
-def test_every_estimator_raises_the_probability_of_rewarded_tokens(
-    policy_folder: Path, batch: RolloutBatch, estimator: str
-) -> None:
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_every_estimator_raises_rewards(policy_folder: Path, batch: RolloutBatch, estimator: str) -> None:
     algorithm = {"adv_estimator": estimator, "kl_reward_coef": 1e-3, "turn_reward_weight": 0.5}
     config = settings(policy_folder, algorithm={**algorithm, "reward_parts": {"reward": 1}})
     learner = load_learner(config)
@@ -95,9 +120,7 @@ def test_every_estimator_raises_the_probability_of_rewarded_tokens(
     assert (names.CRITIC_LOSS in metrics[0]) == (estimator == "gae")
 
 
-def test_remax_needs_greedy_rewards_and_skips_prompts_without_one(
-    policy_folder: Path, batch: RolloutBatch
-) -> None:
+def test_remax_needs_greedy_rewards_and_skips_other_prompts(policy_folder: Path, batch: RolloutBatch) -> None:
     learner = load_learner(settings(policy_folder, algorithm={"adv_estimator": "remax"}))
     metrics = learner.learn(batch, baseline_rewards={0: 0.5, 1: math.nan, 3: 0.0})
     assert metrics[names.ROWS_TRAINED] == 16
@@ -118,9 +141,7 @@ def test_truncated_trajectories_are_not_trained(policy_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("old", ["rollout", "recompute"])
-def test_the_kl_penalty_is_subtracted_from_the_reward_of_each_token(
-    policy_folder: Path, batch: RolloutBatch, old: str
-) -> None:
+def test_the_kl_penalty_lowers_each_reward(policy_folder: Path, batch: RolloutBatch, old: str) -> None:
     """If there is no other reward and the critic predicts 0, an advantage is minus the sum of the later penalties."""
     config = settings(
         policy_folder,
@@ -190,9 +211,7 @@ def test_the_reference_of_a_kl_penalty_may_be_another_model_with_the_same_tokens
     for folder, seed in (("model", 0), ("reference", 5)):
         tiny_policy(seed).save_pretrained(tmp_path / folder)
         tiny_tokenizer().save_pretrained(tmp_path / folder)
-
     reference = load_reference(config)
-
     assert reference is not None
     assert are_equal(tiny_policy(5).state_dict(), reference.state_dict())
     words = WordLevel({"0": 0, "1": 2, "2": 1}, unk_token="0")
@@ -200,9 +219,6 @@ def test_the_reference_of_a_kl_penalty_may_be_another_model_with_the_same_tokens
     tokenizer.save_pretrained(tmp_path / "reference")
     with pytest.raises(ConfigError, match=r"vocabulary differs from the policy's in \d+ tokens \('1', "):
         load_reference(config)
-
-
-# -- the critic --------------------------------------------------------------------------------------------------------
 
 
 def new_critic(folder: Path, *, saved: Path | None = None, **settings: Any) -> Critic:
@@ -222,9 +238,7 @@ def values_of(critic: Critic, batch: RolloutBatch) -> Tensor:
     return critic.values(batch, rows=torch.arange(len(batch)))
 
 
-def test_a_new_head_predicts_zero_and_a_saved_head_is_loaded(
-    policy_folder: Path, batch: RolloutBatch, tmp_path: Path
-) -> None:
+def test_a_head_is_zero_unless_it_was_saved(policy_folder: Path, batch: RolloutBatch, tmp_path: Path) -> None:
     new, trained = new_critic(policy_folder), make_critic(policy_folder)
     assert not values_of(new, batch).any()
     policy = dict(tiny_policy().named_parameters())
@@ -243,9 +257,7 @@ def test_the_value_of_a_token_depends_on_the_tokens_before_it(
     policy_folder: Path, batch: RolloutBatch, settings: dict[str, Any]
 ) -> None:
     critic, rows = make_critic(policy_folder, **settings), torch.tensor([1, 5, 20])
-
     values_BR = critic.values(batch, rows=rows)
-
     width = batch["prompts"].shape[1]
     for row in range(len(batch)):
         is_token = batch["attention_mask"][row].bool()
@@ -261,9 +273,7 @@ def test_the_value_of_a_token_depends_on_the_tokens_before_it(
         assert not values_BR[row, length:].any()
 
 
-def test_updates_fit_values_to_returns_and_report_the_explained_variance(
-    policy_folder: Path, batch: RolloutBatch
-) -> None:
+def test_updates_fit_values_and_report_explained_variance(policy_folder: Path, batch: RolloutBatch) -> None:
     critic = make_critic(policy_folder, clip_range_value=None, grad_clip=10.0)
     returns_BR = (batch["group"][:, None] - 1.5).expand(batch["responses"].shape)
     metrics = [
@@ -275,9 +285,6 @@ def test_updates_fit_values_to_returns_and_report_the_explained_variance(
     mean = float(returns_BR[batch["response_mask"].bool()].mean())
     assert metrics[-1][names.RETURN_MEAN] == pytest.approx(mean, abs=1e-5)
     assert critic.optimizer.num_updates == 30
-
-
-# -- number formats and optimisers -------------------------------------------------------------------------------------
 
 
 def make_actor(dtype: torch.dtype | None, **settings: Any) -> Actor:

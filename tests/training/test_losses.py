@@ -137,9 +137,7 @@ def reference_loss(rollouts: Sequence[Sequence[float]], mode: AggregationMode, *
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 @examples(40)
 @given(data=st.data())
-def test_the_loss_of_a_rollout_does_not_depend_on_its_split_into_rows(
-    mode: AggregationMode, data: st.DataObject
-) -> None:
+def test_a_rollouts_loss_does_not_depend_on_its_rows(mode: AggregationMode, data: st.DataObject) -> None:
     tokens = st.lists(st.floats(-3, 3), min_size=1, max_size=6)
     rollouts = data.draw(st.lists(tokens, min_size=1, max_size=5))
     rows: list[tuple[int, list[float]]] = []
@@ -152,10 +150,8 @@ def test_the_loss_of_a_rollout_does_not_depend_on_its_split_into_rows(
     numbers = torch.arange(len(rows))
     reduce = Aggregation.of_rows(mask_BT, rows=numbers, rollouts_B=rollouts_B, mode=mode, length=7)
     parts = [part for part in numbers.tensor_split(3) if len(part)]
-
     whole = reduce(values_BT, mask_BT=mask_BT)
     in_parts = sum(float(reduce.cut(part)(values_BT[part], mask_BT=mask_BT[part])) for part in parts)
-
     expected = reference_loss(rollouts, mode, length=7)
     assert float(whole) == pytest.approx(expected, abs=1e-9)
     assert in_parts == pytest.approx(expected, abs=1e-9)
@@ -206,7 +202,6 @@ def test_importance_weights_equal_those_of_whole_rollouts(
 ) -> None:
     config = CorrectionConfig(kind=kind, level=level, min_ratio=bounds[0], max_ratio=bounds[1])
     data = inputs()
-
     found = correct(
         torch.tensor(data["trainer"]),
         rollout_logprobs_BT=torch.tensor(data["rollout"]),
@@ -214,7 +209,6 @@ def test_importance_weights_equal_those_of_whole_rollouts(
         config=config,
         rollouts_B=None if rollouts is None else torch.tensor(rollouts),
     )
-
     expected = expected_weights(data, config, rollouts or range(6))
     np.testing.assert_allclose(found.weights_BT.numpy(), expected, rtol=1e-9, atol=0)
     dropped = (expected[data["mask"]] == 0).mean()

@@ -1,29 +1,36 @@
-"""Metrics of a step, where they are written and shown, and a metrics file that can be read after a crash."""
+"""Metrics of a step, where they are written and shown, and warnings of steps without a signal and of collapses."""
 
 from __future__ import annotations
 
+import asyncio
 import io
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from rich.console import Console
 
 from agent_loop.config import Config, RolloutConfig, TraceConfig, TrainerConfig
-from agent_loop.errors import ConfigError, OutputError
+from agent_loop.errors import ConfigError, OutputError, TrainingError
+from agent_loop.loops.base import AgentLoopBase
+from agent_loop.loops.registry import register
 from agent_loop.runtime.background_writer import BackgroundWriter
 from agent_loop.training import metrics as names
+from agent_loop.training.checkpoint import latest_checkpoint, list_checkpoints
 from agent_loop.training.loggers import Scalars, make_loggers
 from agent_loop.training.metrics import MetricsWriter, forget_steps_after, read_metrics
+from agent_loop.training.monitor import CUT_SHARE, Monitor, refuse_without_reward, why_dead
 from agent_loop.training.progress import Progress
 from agent_loop.training.step_metrics import rollout_metrics
 from agent_loop.training.timing import time_shares
 from agent_loop.trajectory import (
     AgentLoopMetrics,
     AgentLoopOutput,
+    Failure,
     Incident,
     IncidentKind,
     Segment,
@@ -32,6 +39,8 @@ from agent_loop.trajectory import (
     Trajectory,
 )
 from agent_loop.types import Origin, StopReason, as_token_ids
+from tests.training.fakes import FakeRollouts
+from tests.training.runs import changed, train
 
 
 def trajectory(group: int, output: AgentLoopOutput, reward: float | None = 0.0, **facts: Any) -> Trajectory:
@@ -89,9 +98,7 @@ def test_malformed_calls_and_invalid_turns_are_shares_of_all_calls_and_turns() -
         trajectory(0, output([malformed, malformed, invalid], num_tool_calls=1, num_turns=2)),
         trajectory(1, output([malformed], num_tool_calls=4, num_turns=3)),
     ]
-
     metrics = rollout_metrics(trajectories, success_threshold=1.0, weight_version=0)
-
     assert metrics["rollout/malformed_call_share"] == 3 / 8
     assert metrics["rollout/invalid_turn_share"] == 1 / 5
 
@@ -204,9 +211,7 @@ def test_wandb_keeps_a_run_that_can_be_synced_later(tmp_path: Path, monkeypatch:
     assert b"tea" in data
 
 
-def test_a_failing_logger_does_not_affect_other_loggers(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_logger_affects_no_other_logger(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         max_batch = 1
 
@@ -222,12 +227,6 @@ def test_a_failing_logger_does_not_affect_other_loggers(
         writer.write(1, {"reward/mean": 1.0})
     assert [line["reward/mean"] for line in read_metrics(path)] == [1.0]
     assert "metrics to broken: 1 in total were not written" in caplog.text
-
-
-def test_a_missing_package_is_named_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r'needs wandb: pip install "agent-loop\[wandb\]"'):
-        make_loggers(Config(trainer=TrainerConfig(logger=["wandb"])))
 
 
 METRICS = {
@@ -261,3 +260,207 @@ def test_in_a_terminal_live_bars_count_steps_and_trajectories_below_the_lines() 
             progress.say("a line that stays")
     for part in ("step 1/4", "0/8", "reward 0.412", "decode 100%", "a line that stays"):
         assert part in output.getvalue()
+
+
+@register("scores_itself")
+class ScoresItself(AgentLoopBase):
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("sections", "can_learn"),
+    [
+        ({"reward": {"function": "task.py:reward"}}, True),
+        ({"rollout": {"multi_turn": {"tools": ["task.py:tool"]}}}, True),
+        ({"rollout": {"multi_turn": {"interaction_config_path": "user.yaml"}}}, True),
+        ({"rollout": {"agent": {"default_agent_loop": "scores_itself"}}}, True),
+        ({"rollout": {"agent": {"default_agent_loop": "agent_program"}}}, True),
+        ({"rollout": {"agent": {"loop_files": ["loops.py"]}}}, True),
+        ({"rollout": {"agent": {"default_agent_loop": "single_turn_agent"}}}, False),
+        ({"rollout": {"agent": {"default_agent_loop": "tool_agent"}}}, False),
+        ({"rollout": {"agent": {"default_agent_loop": "partial_tool_agent"}}}, False),
+    ],
+)
+def test_a_run_without_any_source_of_reward_is_refused(sections: dict[str, Any], can_learn: bool) -> None:
+    config = Config.model_validate(sections)
+    if can_learn:
+        refuse_without_reward(config, [{}])
+    else:
+        with pytest.raises(ConfigError, match="nothing gives a reward, so nothing can be learned; set"):
+            refuse_without_reward(config, [{}])
+
+
+def unscored(trajectory: Trajectory, step: int) -> Trajectory:
+    return structs.replace(trajectory, reward=None)
+
+
+def empty(trajectory: Trajectory, reason: StopReason, reward: float | None) -> Trajectory:
+    return structs.replace(trajectory, output=AgentLoopOutput(segments=(), stop_reason=reason), reward=reward)
+
+
+def too_long(trajectory: Trajectory, step: int) -> Trajectory:
+    """Return the trajectory with an empty answer, which a reward function scored with 0."""
+    return empty(trajectory, StopReason.PROMPT_LENGTH, 0.0)
+
+
+def half_too_long(trajectory: Trajectory, step: int) -> Trajectory:
+    return too_long(trajectory, step) if trajectory.rollout % 2 else unscored(trajectory, step)
+
+
+def cancelled(trajectory: Trajectory, step: int) -> Trajectory:
+    return empty(trajectory, StopReason.CANCELLED, None)
+
+
+def failed(trajectory: Trajectory, step: int) -> Trajectory:
+    output = trajectory.output.failed(Failure(error="Boom: no disk", traceback=""))
+    return structs.replace(trajectory, output=output, reward=None)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (unscored, "none of the 16 trajectories with sampled tokens, of 16, was scored (16 answered); set"),
+        (too_long, "the prompts of all 16 trajectories are over rollout.prompt_length; raise it"),
+        (failed, "all 16 trajectories failed, 16 of them with Boom: no disk; fix that first"),
+        (
+            half_too_long,
+            "of the 8 trajectories with sampled tokens, of 16, was scored (8 answered, 8 prompt_",
+        ),
+        (cancelled, "no token was sampled in any of 16 trajectories (16 cancelled); check the prompts"),
+    ],
+)
+def test_a_first_step_without_a_signal_stops_the_run_with_the_reason(
+    config: Config, edit: Callable[[Trajectory, int], Trajectory], message: str
+) -> None:
+    rollouts = FakeRollouts(edit=edit)
+    with pytest.raises(TrainingError) as error:
+        train(config, rollouts)
+    assert "step 1 has nothing to learn from: " in str(error.value)
+    assert message in str(error.value)
+    assert rollouts.weight_version == 0
+    assert list_checkpoints(Path(config.trainer.run_dir)) == []
+
+
+def run(config: Config, dead_steps: Sequence[int], **trainer: Any) -> str:
+    """Train with rewards that are all 0 in some steps, and return what the console showed."""
+
+    def reward(trajectory: Trajectory, step: int) -> Trajectory:
+        return structs.replace(
+            trajectory, reward=0.0 if step in dead_steps else float(trajectory.rollout % 2)
+        )
+
+    output = io.StringIO()
+    train(changed(config, "trainer", **trainer), FakeRollouts(edit=reward), output=output)
+    return output.getvalue()
+
+
+def test_the_first_dead_step_of_a_row_of_them_is_reported_once_and_they_are_counted(config: Config) -> None:
+    shown = run(config, [2, 3, 5], total_steps=5)
+    assert [line.split(":")[0] for line in shown.splitlines() if "nothing to learn" in line] == [
+        "step 2 has nothing to learn from",
+        "step 5 has nothing to learn from",
+    ]
+    lines = read_metrics(Path(config.trainer.run_dir) / "metrics.jsonl")
+    assert [line[names.DEAD_STEPS] for line in lines] == [0, 1, 2, 0, 1]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_too_many_dead_steps_in_a_row_save_and_stop_the_run(config: Config, mode: str) -> None:
+    with pytest.raises(
+        TrainingError,
+        match=r"^steps 2 to 4 had nothing .*; step 4: all 16 rewards are 0, .*max_dead_steps is 3",
+    ):
+        run(config, range(2, 9), total_steps=8, max_dead_steps=3, save_every=8, mode=mode, max_staleness=0)
+    assert latest_checkpoint(Path(config.trainer.run_dir)).step == 4
+
+
+ALIVE = {
+    names.SIGNAL_SHARE: 0.5,
+    names.SUCCESS_SHARE: 0.5,
+    names.ADVANTAGE_MEAN: 0.0,
+    names.ADVANTAGE_STD: 1.0,
+    names.ROWS_TRAINED: 8.0,
+    names.OPTIMIZER_STEPS: 2.0,
+    names.NONFINITE_UPDATES: 0.0,
+}
+"""Metrics of a step that had a signal."""
+
+
+def sampled(num_rows: int) -> list[Trajectory]:
+    """Return groups of four trajectories with equal rewards, which differ between groups."""
+    rollouts = FakeRollouts(edit=lambda t, step: structs.replace(t, reward=float(t.group)))
+    rows = [{"raw_prompt": [{"role": "user", "content": "2 3"}]}] * num_rows
+    return asyncio.run(rollouts.run(rows, n=4))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "metrics", "reason"),
+    [
+        (4, {names.SIGNAL_SHARE: 0.0}, "in each of the 4 groups, all rewards are equal or only one"),
+        (1, {names.SIGNAL_SHARE: 0.0}, "all 4 rewards are 0, so no trajectory is better than another; use"),
+        (1, {names.SIGNAL_SHARE: 0.0, names.SUCCESS_SHARE: 1.0}, "all 4 rewards are 0, .*may be solved"),
+        (4, {names.ADVANTAGE_STD: 0.0}, "in each of the 4 groups"),
+        (4, {names.ROWS_TRAINED: 0.0}, r"no trajectory with a signal may be trained \(16 answered\); change"),
+        (4, {names.MASKED_SHARE: 1.0}, "actor.correction masks every token"),
+        (4, {names.OPTIMIZER_STEPS: 0.0, names.NONFINITE_UPDATES: 2.0}, "no gradient was finite; lower"),
+    ],
+)
+def test_a_step_that_no_update_can_use_is_dead(num_rows: int, metrics: dict[str, float], reason: str) -> None:
+    with pytest.raises(TrainingError, match=f"step 1: {reason}"):
+        monitor_of(1, sampled(num_rows), ALIVE | metrics)
+
+
+def monitor_of(max_dead_steps: int, trajectories: Sequence[Trajectory], metrics: dict[str, float]) -> None:
+    """Raise the error of a run with this step alone."""
+    monitor = Monitor(max_dead_steps=max_dead_steps, report=lambda _: None)
+    monitor.add(trajectories, metrics, step=1)
+    error = monitor.error(step=1)
+    if error is not None:
+        raise error
+
+
+def test_a_step_with_a_signal_and_a_step_of_the_critic_alone_are_not_dead() -> None:
+    of_critic = {key: value for key, value in ALIVE.items() if not key.startswith(names.ACTOR)}
+    for metrics in (ALIVE, of_critic, ALIVE | {names.SIGNAL_SHARE: 0.0, names.SFT_TOKENS: 5.0}):
+        assert why_dead(sampled(1), metrics) is None
+
+
+HEALTHY = {
+    names.ENTROPY: 0.5,
+    names.RESPONSE_LENGTH_MEAN: 100.0,
+    names.SIGNAL_SHARE: 0.5,
+    names.LOGPROB_DIFF_MEAN: 0.01,
+    names.NONFINITE_UPDATES: 0.0,
+    names.CRITIC_NONFINITE_UPDATES: 0.0,
+}
+
+
+def warnings_of(values: Sequence[float], *, metric: str) -> list[str]:
+    """Return the warnings of a run whose other metrics are healthy."""
+    shown: list[str] = []
+    watch = Monitor(max_dead_steps=None, report=shown.append)
+    for step, value in enumerate(values, start=1):
+        watch.check({**HEALTHY, metric: value}, step=step)
+    return shown
+
+
+@pytest.mark.parametrize(
+    ("metric", "good", "bad"),
+    [
+        (names.ENTROPY, [0.5] * 5, [0.04] * 3),
+        (names.RESPONSE_LENGTH_MEAN, [100] * 5, [210] * 3),
+        (CUT_SHARE, [0.2] * 5, [0.6] * 3),
+        (names.SIGNAL_SHARE, [0.5] * 5, [0.02, 0.0, 0.04]),
+        (names.LOGPROB_DIFF_MEAN, [0.01] * 5, [0.2] * 3),
+    ],
+)
+def test_a_collapse_is_reported_once_until_recovery(metric: str, good: list[float], bad: list[float]) -> None:
+    assert len(warnings_of([*good, *bad, *bad, *bad], metric=metric)) == 1
+    assert len(warnings_of([*good, *bad, *good, *bad], metric=metric)) == 2
+    assert warnings_of(good * 5, metric=metric) == []
+
+
+def test_one_unusual_step_gives_no_warning() -> None:
+    assert warnings_of([0.5] * 6 + [0.001] + [0.5] * 3, metric=names.ENTROPY) == []
+    assert warnings_of([0.5] * 6 + [0.01, 0.01] + [0.5] * 3, metric=names.SIGNAL_SHARE) == []

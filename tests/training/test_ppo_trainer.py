@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from msgspec import structs
 
 from agent_loop.config import Config, load_config
@@ -22,8 +21,8 @@ from agent_loop.training.checkpoint import latest_checkpoint, list_checkpoints
 from agent_loop.training.run import Interrupt, TrainResult
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
-from tests.training.fakes import PAD, FakeRollouts, FakeTemplate, tiny_policy
-from tests.training.runs import assert_same_policy, changed, lines_of, policy_of, train
+from tests.training.fakes import PAD, FakeRollouts, FakeTemplate
+from tests.training.runs import assert_same_policy, changed, lines_of, train
 
 
 def test_a_run_raises_its_reward(config: Config) -> None:
@@ -55,7 +54,6 @@ def test_each_step_publishes_its_weights_and_writes_one_line(config: Config) -> 
 def test_each_step_is_stored_with_advantages_and_the_trainers_logprobs(config: Config) -> None:
     config = changed(config, "trainer", total_steps=2, val_every=1)
     run = StoredRun(train(changed(config, "actor", ppo_mini_batches=1)).run_dir)
-
     files = [(file.step, file.split, file.num_trajectories) for file in run.files()]
     assert files == [(1, "train", 16), (1, "val", 6), (2, "train", 16), (2, "val", 6)]
     rows = list(run.rows(split="train", step=2))
@@ -123,19 +121,15 @@ def test_ctrl_c_in_a_rollout_writes_a_checkpoint_from_which_the_run_resumes_bit_
 
     rollouts = FakeRollouts(on_run=interrupt, hangs_at=completed)
     output = io.StringIO()
-
     stopped = train(config, rollouts, output=output)
-
     assert rollouts.was_cancelled
     assert (stopped.step, stopped.is_interrupted) == (completed, True)
     assert latest_checkpoint(stopped.run_dir).step == completed
     note = f"stopped after step {completed}; resume to continue from {stopped.checkpoint}"
     assert note in output.getvalue()
-
     rest, whole_rollouts = FakeRollouts(), FakeRollouts()
     resumed = train(config, rest, resume="auto")
     whole = train(changed(config, "trainer", run_dir=str(tmp_path / "whole")), whole_rollouts)
-
     assert rest.rows == whole_rollouts.rows[completed:]
     assert_same_policy(whole, resumed)
     found, expected = ([line[names.REWARD_MEAN] for line in lines_of(each)] for each in (resumed, whole))
@@ -157,9 +151,7 @@ def test_ctrl_c_in_an_update_counts_the_step_and_publishes_nothing(config: Confi
             return PAD
 
     rollouts.template = InterruptingTemplate()
-
     stopped = train(config, rollouts)
-
     assert (stopped.step, stopped.is_interrupted) == (2, True)
     assert rollouts.weight_version == 1
     assert latest_checkpoint(stopped.run_dir).step == 2
@@ -208,9 +200,7 @@ def test_a_resumed_run_rewrites_the_files_after_the_checkpoint(config: Config) -
     assert [after[name] != before[name] for name in sorted(after)] == [False, False, True]
 
 
-def test_a_resume_with_other_training_rows_is_refused_unless_it_is_allowed(
-    config: Config, tmp_path: Path
-) -> None:
+def test_a_resume_with_other_training_rows_is_refused_unless_allowed(config: Config, tmp_path: Path) -> None:
     folder = tmp_path / "shards"
     folder.mkdir()
     (folder / "0.jsonl").write_text("".join(f'{{"prompt": "{n} {n + 1}"}}\n' for n in range(2, 8)))
@@ -219,11 +209,9 @@ def test_a_resume_with_other_training_rows_is_refused_unless_it_is_allowed(
     (folder / "1.jsonl").write_text('{"prompt": "1 2"}\n')
     config = changed(config, "trainer", total_steps=2)
     output = io.StringIO()
-
     with pytest.raises(CheckpointError, match=r"step-000001' \(added: .*1.jsonl\); put the files back"):
         train(config, resume=True)
     resumed = train(changed(config, "data", allow_changed_rows=True), resume=True, output=output)
-
     assert resumed.step == 2
     assert "the rows of data.train_files changed since that checkpoint (added: " in output.getvalue()
     rows = latest_checkpoint(resumed.run_dir).rows["train"]
@@ -305,12 +293,10 @@ def test_every_row_is_trained_once_and_no_token_is_older_than_max_staleness(
 ) -> None:
     rollouts, reference = SlowRollouts(), SlowRollouts()
     config = changed(config, "trainer", total_steps=8)
-
     result = train(
         changed(config, "trainer", mode="async", max_staleness=max_staleness, val_every=3), rollouts
     )
     train(changed(config, "trainer", run_dir=str(tmp_path / "sync")), reference)
-
     lines = lines_of(result)
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert sorted(rollouts.by_label) == [f"step={step}" for step in range(1, 9)]
@@ -356,9 +342,7 @@ def test_groups_without_variance_are_replaced_by_other_rows(config: Config) -> N
         )
 
     rollouts = FakeRollouts(edit=reward_even_rows_alike)
-
     result = train(changed(config, "algorithm", max_refills=4), rollouts)
-
     for line in lines_of(result):
         assert line[names.SIGNAL_SHARE] == 1.0
         assert line[names.ROWS_TRAINED] == 16
@@ -414,9 +398,7 @@ def test_a_resumed_run_has_the_rows_and_weights_of_a_run_that_never_stopped(
 def test_replayed_groups_are_trained_and_counted_and_are_no_rollouts(config: Config) -> None:
     rollouts = FakeRollouts(edit=some_rows_vary)
     sampler = {"replay_share": 0.5, "replay_max_age": 2}
-
     lines = lines_of(train(with_sampler(config, sampler, total_steps=8), rollouts))
-
     replayed = [int(line.get(names.REPLAYED_GROUPS, 0)) for line in lines]
     assert replayed[0] == 0
     assert sum(replayed) > 3
@@ -430,14 +412,3 @@ def test_replayed_groups_are_trained_and_counted_and_are_no_rollouts(config: Con
         assert line[names.STALENESS_MAX] == 0
     trained = [line[names.ROWS_TRAINED] for line in lines if line.get(names.REPLAYED_GROUPS) == 2]
     assert all(num_rows >= 8 for num_rows in trained)
-
-
-def test_a_step_without_signal_changes_no_weight_but_counts(config: Config) -> None:
-    def score_all_but_one(trajectory: Trajectory, step: int) -> Trajectory:
-        return structs.replace(trajectory, reward=1.0 if trajectory.rollout else None)
-
-    result = train(config, FakeRollouts(edit=score_all_but_one))
-    assert result.metrics[names.SKIPPED_UPDATE] == 1
-    assert result.metrics[names.SIGNAL_SHARE] == 0
-    expected = tiny_policy().state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in policy_of(result).items())

@@ -1,7 +1,8 @@
-"""Real processes of `agent-loop train`: killed again and again, forked, and two that train together."""
+"""Real processes: killed again and again, forked, and two that train together as one."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -10,17 +11,31 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from msgspec import structs
+from torch import Tensor
 
+from agent_loop.config import Config
+from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training import metrics as names
+from agent_loop.training.checkpoint import open_checkpoint, save_checkpoint
+from agent_loop.training.learner import load_learner
 from agent_loop.training.metrics import read_metrics
+from agent_loop.training.ranks import start_process_group
+from agent_loop.trajectory import AgentLoopOutput, Feedback, Trajectory
+from agent_loop.types import Origin
+from agent_loop.weights.adapted import AdaptedWeights
 from tests.cli.project import make_project
 from tests.harness import is_nightly
 from tests.listeners import is_loopback, listening_addresses, process_tree
+from tests.training.fakes import PAD, sample_trajectories, tiny_policy, tiny_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
@@ -276,9 +291,7 @@ def test_torchrun_trains_and_one_process_resumes_from_its_checkpoint(project: Pa
     assert max(values_of(project, names.LOGPROB_DIFF_MAX)) < 1e-4
 
 
-def test_ctrl_c_writes_a_checkpoint_and_ends_both_processes_which_listen_on_loopback_only(
-    project: Path,
-) -> None:
+def test_ctrl_c_saves_and_ends_both_processes_which_listen_on_loopback_only(project: Path) -> None:
     rank_0 = two_started(project)
     rank_1 = other_rank_of(rank_0)
     addresses = listening_addresses(process_tree(rank_0.pid))
@@ -316,3 +329,116 @@ def test_an_error_of_all_processes_is_shown_and_ends_the_run(project: Path) -> N
     done = run([*TRAIN, TWO, *settings], project, returncode=2)
     assert "model.target_modules is ['nothing_like_this']" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+NUM_UPDATES = 8
+CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "grpo": {"actor": {"ppo_mini_batches": 2, "kl_loss_coef": 0.1, "max_tokens_per_micro_batch": 60}},
+    "gae": {
+        "algorithm": {"adv_estimator": "gae"},
+        "actor": {"gradient_checkpointing": True, "old_log_probs": "recompute"},
+    },
+    "tree": {"actor": {"gradient_checkpointing": True, "max_tokens_per_micro_batch": 60}},
+    "sources": {
+        "algorithm": {
+            "turn_reward_weight": 0.5,
+            "by_data_source": {
+                "a": {"adv_estimator": "gdpo", "reward_parts": {"reward": 1, "part": 0.5}},
+                "b": {"adv_estimator": "gigpo", "anchor_state": "state"},
+            },
+        },
+        "rollout": {"n": 6},
+    },
+    "lora": {"model": {"lora_rank": 4}, "actor": {"kl_loss_coef": 0.1}},
+}
+TOLERANCE = 1e-5
+
+
+def settings(folder: Path, case: str, *, num_processes: int) -> Config:
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"path": str(folder), "device": "cpu"},
+        "actor": {"lr": 1e-3, "warmup_steps": 3},
+        "critic": {"lr": 1e-3},
+        "trainer": {"num_processes": num_processes},
+    }
+    for section, values in CASES[case].items():
+        sections[section] = sections.get(section, {}) | values
+    return Config.model_validate(sections)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    metrics: list[dict[str, float]]
+    """Metrics of each update."""
+    weights: dict[str, Tensor]
+    checkpoint: Path
+    """Checkpoint after half of the updates."""
+    base_ids: list[str]
+    """Base ids of the published weights, if the model has adapters."""
+
+
+@cache
+def batch_of(update: int) -> RolloutBatch:
+    trajectories = sample_trajectories(tiny_policy(), seed=update)
+    return assemble([with_fields(trajectory) for trajectory in trajectories], pad_token_id=PAD)
+
+
+def with_fields(trajectory: Trajectory) -> Trajectory:
+    """Return the trajectory of a game, with a data source, a part of the reward, and feedback on its first turn."""
+    segments, rollout = trajectory.output.segments, trajectory.rollout
+    place = len(segments[1]) - 1
+    feedback = Feedback(Origin.TOOL, place=place, reward=rollout / 5, extra={"state": rollout % 2})
+    return structs.replace(
+        trajectory,
+        output=AgentLoopOutput(segments=segments, feedback=[feedback], extra_fields={"seat": rollout % 2}),
+        row={**trajectory.row, "data_source": ["a", "b", None][trajectory.group % 3]},
+        reward_extra={"part": rollout % 3},
+    )
+
+
+async def train(config: Config, run_dir: Path, *, resume_from: Path | None = None) -> Outcome:
+    """Run the updates, each on another batch, with a checkpoint after half of them; or resume from a checkpoint."""
+    middle = NUM_UPDATES // 2
+    metrics: list[dict[str, float]] = []
+    checkpoint = resume_from
+    async with start_process_group(config) as process_group:
+        learner = load_learner(
+            config, checkpoint=resume_from and open_checkpoint(resume_from), process_group=process_group
+        )
+        for number in range(middle if resume_from else 0, NUM_UPDATES):
+            if number == middle and checkpoint is None:
+                checkpoint = save_checkpoint(
+                    run_dir, step=number, learner=learner, tokenizer=tiny_tokenizer(), config={}, keep=1
+                )
+            metrics.append(learner.learn(batch_of(number)))
+        next(iter(learner.weights()))  # A reader that stops early.
+        published = [learner.weights() for _ in range(2)]
+        weights = {name: value.clone() for name, value in published[-1]}
+    assert checkpoint is not None
+    base_ids = [each.base_id for each in published if isinstance(each, AdaptedWeights)]
+    return Outcome(metrics, weights, checkpoint, base_ids)
+
+
+def assert_same(ours: Outcome, expected: Outcome) -> None:
+    for one, other in zip(reversed(ours.metrics), reversed(expected.metrics), strict=False):
+        assert one == pytest.approx(other, abs=TOLERANCE, rel=TOLERANCE)
+    assert ours.weights.keys() == expected.weights.keys()
+    for name, value in ours.weights.items():
+        torch.testing.assert_close(value, expected.weights[name], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_match_one_and_its_checkpoints(policy_folder: Path, tmp_path: Path, case: str) -> None:
+    one, two = (settings(policy_folder, case, num_processes=number) for number in (1, 2))
+
+    def run(config: Config, name: str, resume_from: Path | None = None) -> Outcome:
+        return asyncio.run(train(config, tmp_path / name, resume_from=resume_from))
+
+    alone, together = run(one, "1"), run(two, "2")
+    assert len(together.metrics) == NUM_UPDATES
+    assert together.metrics[-1][names.GRAD_NORM] > 0
+    assert len(together.base_ids) == 2 * (case == "lora")
+    assert len(set(together.base_ids)) <= 1
+    assert_same(together, alone)
+    assert_same(run(two, "2-again", alone.checkpoint), alone)
+    assert_same(run(one, "1-again", together.checkpoint), alone)

@@ -52,9 +52,7 @@ def update(batch: RolloutBatch, name: str) -> dict[str, float]:
     return actor.update(batch, advantages_BR=torch.linspace(-1, 1, len(batch))[:, None])
 
 
-def test_a_registered_estimator_and_the_same_function_in_a_file_agree(
-    batch: RolloutBatch, tmp_path: Path
-) -> None:
+def test_an_estimator_and_the_same_function_in_a_file_agree(batch: RolloutBatch, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "from agent_loop import advantage_estimator\n"
@@ -103,16 +101,11 @@ def returning(value: Any) -> Any:
         (returning(torch.zeros(2)), r" returned advantages of shape \[2\]; return a .* \[6\] or \[6, "),
         (returning(torch.full((6,), torch.nan)), " returned nan as the advantage of row 0, token 0"),
         (returning(torch.full((6,), torch.inf)), " returned inf as the advantage"),
-        (
-            returning(Advantages(torch.zeros(6), has_signal_B=torch.ones(2))),
-            r" returned has_signal_B of shape \[2\]",
-        ),
+        (returning(Advantages(torch.zeros(6), has_signal_B=torch.ones(2))), r" returned has_signal_B of .*2"),
         (raises, r" raised ValueError: no rewards today \(.*test_registry\.py, line"),
     ],
 )
-def test_a_bad_result_of_an_estimator_is_an_error_that_names_it(
-    batch: RolloutBatch, estimator: Any, complaint: str
-) -> None:
+def test_a_bad_estimate_is_a_named_error(batch: RolloutBatch, estimator: Any, complaint: str) -> None:
     advantage_estimator("mine")(estimator)
     with pytest.raises(AlgorithmError, match=rf"algorithm\.adv_estimator=mine{complaint}"):
         estimate(batch, "mine")
@@ -133,9 +126,7 @@ def start(**sections: dict[str, Any]) -> None:
         ("class f:\n    def __init__(self): 1 / 0", "constructing f raised ZeroDivisionError"),
     ],
 )
-def test_an_estimator_that_cannot_be_called_is_refused_before_anything_is_loaded(
-    tmp_path: Path, source: str, complaint: str
-) -> None:
+def test_an_estimator_that_cannot_be_called_is_refused(tmp_path: Path, source: str, complaint: str) -> None:
     file = tmp_path / "mine.py"
     file.write_text(source)
     with pytest.raises(ConfigError, match=rf"(?s)algorithm\.adv_estimator.*{complaint}"):
@@ -177,23 +168,15 @@ def test_a_loss_from_a_file_trains_and_logs_its_metrics(batch: RolloutBatch, tmp
 @pytest.mark.parametrize(
     ("loss", "complaint"),
     [
-        (
-            lambda logprobs_BT, **_: logprobs_BT.mean(),
-            r"returned a loss of shape \[\]; return a tensor of shape",
-        ),
-        (lambda logprobs_BT, **_: 0.0, "returned 0.0 .* as a loss"),
-        (lambda logprobs_BT, **_: logprobs_BT * torch.nan, "returned a loss that is not finite at"),
-        (lambda logprobs_BT, **_: torch.zeros_like(logprobs_BT), "returned a loss without a gradient"),
-        (
-            lambda logprobs_BT, **_: TokenLoss(logprobs_BT, {"loss": logprobs_BT}),
-            "returned the metric 'loss', which the actor computes",
-        ),
-        (lambda logprobs_BT, **_: logprobs_BT[7, 7, 7], "raised IndexError"),
+        (lambda x_BT, **_: x_BT.mean(), r"returned a loss of shape \[\]; return a tensor of shape"),
+        (lambda x_BT, **_: 0.0, "returned 0.0 .* as a loss"),
+        (lambda x_BT, **_: x_BT * torch.nan, "returned a loss that is not finite at"),
+        (lambda x_BT, **_: torch.zeros_like(x_BT), "returned a loss without a gradient"),
+        (lambda x_BT, **_: TokenLoss(x_BT, {"loss": x_BT}), "returned the metric 'loss', which the actor"),
+        (lambda x_BT, **_: x_BT[7, 7, 7], "raised IndexError"),
     ],
 )
-def test_a_bad_result_of_a_loss_is_an_error_that_names_it(
-    batch: RolloutBatch, loss: Any, complaint: str
-) -> None:
+def test_a_bad_result_of_a_loss_is_a_named_error(batch: RolloutBatch, loss: Any, complaint: str) -> None:
     policy_loss("mine")(loss)
     with pytest.raises(AlgorithmError, match=rf"actor\.policy_loss=mine {complaint}"):
         update(batch, "mine")

@@ -34,8 +34,6 @@ from tests.storage.samples import failed, model, prompt, solved, tool
 from tests.training.fakes import tiny_tokenizer
 from tests.training.runs import assert_same_policy, changed, console_to, fit, lines_of
 
-# -- conversations -----------------------------------------------------------------------------------------------------
-
 TOOLS = [
     {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
 ]
@@ -51,6 +49,10 @@ CHAT = [
 
 def assistant(content: str, **fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **fields}
+
+
+def chat(*messages: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [*user("hi"), *messages]}
 
 
 def of_chats(tmp_path: Path, *rows: Any, template: ChatTemplate | None = None, **config: Any) -> Examples:
@@ -127,6 +129,9 @@ CHANNELS = """\
 {%- if add_generation_prompt -%}<|assistant|>{% endif -%}
 """
 """Reads reasoning under another name, as that of gpt-oss does."""
+IN_CHANNELS = (
+    "<|channel|>analysis<|message|>It is 3.<|end|><|assistant|><|channel|>final<|message|>three<|end|>"
+)
 THOUGHT = "It is 3.\n</think>\n\nthree<|end|>"
 
 
@@ -135,11 +140,7 @@ THOUGHT = "It is 3.\n</think>\n\nthree<|end|>"
     [
         (THINKS, {"reasoning_content": "It is 3."}, THOUGHT),
         (THINKS, {"content": "<think>\nIt is 3.\n</think>\n\nthree"}, THOUGHT),
-        (
-            CHANNELS,
-            {"reasoning": "It is 3."},
-            "<|channel|>analysis<|message|>It is 3.<|end|><|assistant|><|channel|>final<|message|>three<|end|>",
-        ),
+        (CHANNELS, {"reasoning": "It is 3."}, IN_CHANNELS),
     ],
 )
 def test_reasoning_is_trained_with_templates_that_drop_it_or_have_another_name_for_it(
@@ -162,38 +163,20 @@ def test_long_conversations_are_left_out_and_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": user("hi")}, "conversation 1: the conversation has no assistant message"),
-        (
-            {"messages": [{"role": "robot", "content": "hi"}]},
-            "conversation 1: a message has the role 'robot'",
-        ),
-        (
-            {"messages": [*user("hi"), assistant("a", weight=2)]},
-            "the weight of a message is 2; give 0 or 1",
-        ),
-        (
-            {"messages": [*user("hi"), assistant("a", weight=0)]},
-            "none of 1 examples can be trained: 1 have no trained token",
-        ),
-        (
-            {"messages": [*user("hi"), assistant("3", reasoning_content="It is 3.")]},
-            "leaves out the reasoning of assistant message 1",
-        ),
+        (chat(), "conversation 1: the conversation has no assistant message"),
+        (chat({"role": "robot", "content": "hi"}), "conversation 1: a message has the role 'robot'"),
+        (chat(assistant("a", weight=2)), "the weight of a message is 2; give 0 or 1"),
+        (chat(assistant("a", weight=0)), "none of 1 examples can be trained: 1 have no trained token"),
+        (chat(assistant("3", reasoning_content="It is 3.")), "leaves out the reasoning of .* message 1"),
+        (chat(assistant("", tool_calls=[{"function": {}}])), r"messages\[1\].tool_calls\[0\] is not"),
         ({"messages": CHAT, "tools": "{"}, "column 'tools' is not valid JSON"),
         ({"messages": CHAT, "tools": {"a": 1}}, "column 'tools' is .*; give a list of tool schemas"),
-        (
-            {"messages": [*CHAT[:2], assistant("", tool_calls=[{"function": {}}])]},
-            r"messages\[2\].tool_calls\[0\] is not a function call with a name",
-        ),
         ({"prompt": "hi"}, "has no 'messages'"),
     ],
 )
 def test_a_wrong_conversation_is_named(tmp_path: Path, row: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         of_chats(tmp_path, row)
-
-
-# -- stored trajectories -----------------------------------------------------------------------------------------------
 
 
 def of_stored(tmp_path: Path, *trajectories: Trajectory, **config: Any) -> Examples:
@@ -237,9 +220,6 @@ def test_trajectories_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
     write_vocabulary(tmp_path / "vocabulary.json", tiny_tokenizer())
     with pytest.raises(DataError, match="another vocabulary than that of"):
         of_stored(tmp_path, solved())
-
-
-# -- runs --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -289,9 +269,7 @@ def test_the_loss_is_the_cross_entropy_of_transformers_on_the_same_tokens(projec
         total += float(loss) * (len(ids) - len(prompt))
         count += len(ids) - len(prompt)
         num_tokens += len(ids)
-
     result = supervise(changed(changed(project, "sft", batch_size=12), "trainer", total_steps=1))
-
     assert losses(result)[0] == pytest.approx(total / count, abs=1e-5)
     assert result.metrics[names.SFT_TOKENS] == count
     seconds = result.metrics[f"{names.SECONDS}update"]
@@ -324,17 +302,12 @@ def test_settings_that_do_not_fit_are_refused(project: Config, values: dict[str,
         supervise(changed(config, "sft", **values))
 
 
-# -- between rollouts --------------------------------------------------------------------------------------------------
-
-
 def mix(config: Config, **options: Any) -> TrainResult:
     """Train with rollouts, and with a supervised step after every second step."""
     return fit(PPOTrainer(changed(config, "sft", every=2), console=console_to(), **options))
 
 
-def test_supervised_steps_end_a_row_of_dead_steps_and_continue_with_the_same_examples_after_a_resume(
-    project: Config,
-) -> None:
+def test_supervised_steps_end_a_row_of_dead_steps_and_resume_exactly(project: Config) -> None:
     config = changed(project, "trainer", total_steps=4, max_dead_steps=2)
     config = changed(config, "actor", lr=1e-2, warmup_steps=0)
     whole = mix(config)

@@ -40,9 +40,7 @@ specs = st.builds(
 
 
 @given(st.lists(specs, unique_by=lambda spec: spec.name).map(tuple), st.integers(0, 2**60))
-def test_a_handle_is_unchanged_by_a_json_round_trip(
-    tensors: tuple[TensorSpec, ...], weight_version: int
-) -> None:
+def test_a_handle_survives_a_json_round_trip(tensors: tuple[TensorSpec, ...], weight_version: int) -> None:
     handle = WeightHandle("broadcast", weight_version, tensors, {"port": 1})
     assert WeightHandle.from_json(handle.to_json()) == handle
     with_base = replace(HANDLE, base=handle, base_id="b")
@@ -81,9 +79,7 @@ def zeros(*names: str) -> dict[str, Tensor]:
     return {name: torch.zeros(EXPECTED[name]) for name in names}
 
 
-def test_only_files_in_the_index_are_read_and_a_folder_without_readable_weights_is_rejected(
-    tmp_path: Path,
-) -> None:
+def test_only_files_in_the_index_are_read_and_unreadable_weights_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="has no safetensors files"):
         expected_weights(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no")
@@ -133,13 +129,10 @@ def test_one_name_of_tied_weights_is_enough(left_out: str | None) -> None:
     [
         (
             {"model.norms.weight": torch.zeros(8)},
-            "no weight 'model.norms.weight'; did you mean 'model.norm.weight'",
+            "no weight .*norms.weight'; did you mean 'model.norm.weight'",
         ),
         ({"model.norm.weight": torch.zeros(9)}, r"has shape \(9,\), but the model's is \(8,\)"),
-        (
-            zeros("model.norm.weight"),
-            "2 of the model's 3 weights are missing, 'model.embed_tokens.weight' first",
-        ),
+        (zeros("model.norm.weight"), "2 of the model's 3 weights are missing, 'model.embed_tokens.weight'"),
     ],
 )
 def test_weights_that_do_not_fit_are_rejected_with_their_name(given: dict[str, Tensor], message: str) -> None:

@@ -75,7 +75,7 @@ def test_tensors_of_all_kinds_are_received_unchanged_and_in_order_in_every_updat
 
 
 @pytest.mark.timeout(120)  # the other receiver may wait for the whole time limit of the broadcast
-def test_a_receiver_that_dies_affects_neither_the_others_nor_the_next_offer(
+def test_a_dead_receiver_affects_no_other_and_no_later_offer(
     receivers: list[Receiver], tmp_path: Path
 ) -> None:
     weights = odd_weights(0)
@@ -123,9 +123,7 @@ with sender.offer(weights.items(), weight_version=7) as handle:
 """
 
 
-def test_a_killed_sender_leaves_no_shared_memory_and_receivers_get_a_clear_error(
-    receivers: list[Receiver], tmp_path: Path
-) -> None:
+def test_a_killed_sender_leaves_no_memory_but_an_error(receivers: list[Receiver], tmp_path: Path) -> None:
     errors = tmp_path / "stderr.txt"
     command = [sys.executable, "-W", "error", "-c", SENDING]
     with (

@@ -81,9 +81,7 @@ def test_the_memory_of_a_failed_offer_is_not_reused() -> None:
             assert torch.equal(late["a"], WEIGHTS["a"])
 
 
-def test_full_shared_memory_raises_an_error_instead_of_killing_the_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_full_shared_memory_is_an_error_and_kills_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -99,9 +97,7 @@ def test_full_shared_memory_raises_an_error_instead_of_killing_the_process(
         ("published twice", [("w", torch.ones(2))] * 2),
     ],
 )
-def test_weights_without_data_and_duplicates_are_rejected(
-    message: str, weights: list[tuple[str, Tensor]]
-) -> None:
+def test_weights_without_data_and_duplicates_fail(message: str, weights: list[tuple[str, Tensor]]) -> None:
     refuse(WeightSender("shared_memory"), weights, match=message)
 
 
