@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from agent_loop.recording.record import RecordKind
 from agent_loop.recording.values import unpack
 from agent_loop.rollout.journal import FRAME_BYTES, HEADER, StepKey, framed, open_journal, read_records
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
@@ -58,6 +59,13 @@ def ends_of_records(data: bytes) -> Iterator[int]:
     for payload in read_records(data)[0]:
         end += len(payload) + FRAME_BYTES
         yield end
+
+
+def cut_after(data: bytes, kind: RecordKind, *, count: int = 1) -> bytes:
+    """Return the journal up to the `count`-th record of a kind."""
+    ends = list(ends_of_records(data))[1:]
+    places = [end for end, record in zip(ends, records_of(data), strict=True) if record["is"] == kind]
+    return data[: places[count - 1]]
 
 
 def journal_of(payloads: Iterable[bytes]) -> bytes:

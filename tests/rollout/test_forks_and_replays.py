@@ -19,14 +19,7 @@ from agent_loop.errors import ConfigError, DataError
 from agent_loop.interactions.scripted import ScriptedInteraction
 from agent_loop.recording.recorded_responses import extract_responses, first_difference
 from agent_loop.rewards.function import RewardFunction
-from agent_loop.rollout.forks import (
-    FORKED_TURN,
-    Fork,
-    as_branches,
-    chosen_states,
-    find_forks,
-    refuse_forks,
-)
+from agent_loop.rollout.forks import FORKED_TURN, Fork, as_branches, chosen_states, find_forks, refuse_forks
 from agent_loop.rollout.jobs import Job, JobFactory
 from agent_loop.rollout.journal import StepKey, open_journal
 from agent_loop.rollout.manager import AgentLoopManager
@@ -34,7 +27,7 @@ from agent_loop.rollout.replay import replay_trajectory
 from agent_loop.runtime.concurrency import run_while
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.seeds import trajectory_seed
-from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
+from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.token_chunks import FORCED
 from agent_loop.training.rollouts import fork_metrics
@@ -212,9 +205,6 @@ def test_the_journal_keeps_continuations_that_ended_and_runs_the_others_again(tm
     assert len(as_branches(forks, after)) == len(after)
 
 
-# -- the choice of states ----------------------------------------------------------------------------------------------
-
-
 def output_of(
     *turns: Sequence[float], has_logprobs: bool = True, extras: Mapping[str, Any] | None = None
 ) -> AgentLoopOutput:
@@ -244,9 +234,7 @@ SURE, UNSURE, LOST = [-0.1, -0.1], [-0.1, -0.9], [-2.0, -2.0]
         ({"choice": "every", "every": 4}, []),
     ],
 )
-def test_states_are_chosen_before_uncertain_turns_or_regularly(
-    settings: dict[str, Any], states: list[int]
-) -> None:
+def test_states_are_chosen_before_unsure_turns_or_evenly(settings: dict[str, Any], states: list[int]) -> None:
     config = ForkConfig.model_validate(settings)
     assert chosen_states(output_of(LOST, SURE, LOST, SURE), config) == states
 
@@ -276,13 +264,8 @@ def test_failed_unscored_and_short_trajectories_are_not_forked_and_branches_are_
     assert "one of several branches" in reason
 
 
-# -- what is refused before the start ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("on_replay", [OnReplay.RESTART, OnReplay.ONCE])
-def test_a_tool_or_an_interaction_whose_state_cannot_be_restored_is_refused_by_name(
-    on_replay: OnReplay,
-) -> None:
+def test_a_tool_or_interaction_whose_state_cannot_be_restored_is_refused_by_name(on_replay: OnReplay) -> None:
     tool, interaction = Adder(), ScriptedInteraction(["Go on."])
     tool.on_replay, interaction.on_replay = OnReplay.RERUN, on_replay
     context = WorkerHarness([], tools=[tool], interactions={"guide": interaction}).worker._context
@@ -296,36 +279,6 @@ def test_a_tool_or_an_interaction_whose_state_cannot_be_restored_is_refused_by_n
     with pytest.raises(ConfigError, match=r"reward\.batch"):
         refuse_forks(context, has_batch_reward=True)
 
-
-async def test_a_manager_continues_trajectories_of_its_own_runs() -> None:
-    def script(request: ScriptedRequest) -> ScriptedReply:
-        if encoded("<tool_response>")[0] in request.prompt_ids:
-            return ScriptedReply(encoded(f"done {request.sampling_params.seed}<|im_end|>"))
-        return tool_call_reply("multiply", a=1, b=2)
-
-    settings = {
-        "prompt_length": 800,
-        "response_length": 200,
-        "agent": {"default_agent_loop": "tool_agent", "num_workers": 2},
-        "multi_turn": {"tools": ["examples.chain.task:multiply"], "format": "hermes"},
-    }
-    config = RolloutConfig.model_validate(settings)
-    async with AgentLoopManager(
-        config, servers=[ScriptedServer(script)], template=hermes_template()
-    ) as manager:
-        manager.check_forks()
-        mains = await manager.run([{"raw_prompt": user("1 + 1?")}], n=2, label="step=1")
-        forks = forks_of([structs.replace(main, reward=1.0) for main in mains])
-        seen: list[Trajectory] = []
-        found = await manager.run_forks(forks, n=3, label="step=1/forks", on_trajectory=seen.append)
-        assert len(seen) == 6
-        assert [(t.group, t.rollout) for t in found] == [(g, r) for g in range(2) for r in range(3)]
-        assert all(t.output.failure is None for t in found)
-        scored = [structs.replace(t, reward=0.0) for t in found]
-        assert len(as_branches(forks, scored)) == 6
-
-
-# -- replays with recorded responses -----------------------------------------------------------------------------------
 
 TASK = '''
 from pathlib import Path
@@ -478,9 +431,7 @@ def test_a_replay_under_another_limit_differs_where_the_limit_applies(config: Co
 
 
 @pytest.mark.parametrize("script", ["farewell", "count_again"])
-def test_a_live_continuation_fails_at_the_next_call_of_a_tool_that_cannot_be_replayed(
-    config: Config, script: str
-) -> None:
+def test_a_live_continuation_fails_at_a_call_that_cannot_be_replayed(config: Config, script: str) -> None:
     old = run(config, [tool_call_reply("count"), text_reply("done")])
     recorded = extract_responses(old).before(2)
     config = load_config("config.yaml", overrides=[f"rollout.engine_kwargs.script=task.py:{script}"])
@@ -501,9 +452,7 @@ def test_a_live_continuation_fails_at_the_next_call_of_a_tool_that_cannot_be_rep
         ({"messages": []}, "1 completions but 0 assistant messages"),
     ],
 )
-def test_a_trajectory_with_incomplete_records_is_refused(
-    config: Config, changes: dict[str, object], message: str
-) -> None:
+def test_incomplete_records_are_refused(config: Config, changes: dict[str, object], message: str) -> None:
     old = run(config, [text_reply("done")])
     old = structs.replace(
         old, branch=changes.get("branch"), output=replace(old.output, messages=changes["messages"])

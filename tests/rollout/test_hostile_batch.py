@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import pickle
 import tempfile
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -28,8 +27,6 @@ from agent_loop.rollout.jobs import Job
 from agent_loop.runtime.isolated_task import num_abandoned
 from agent_loop.runtime.user_code import call_function
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
-from agent_loop.storage.json_lines import write_lines
-from agent_loop.storage.writer import write_trajectories
 from agent_loop.testing import run_virtual
 from agent_loop.tools.base import ToolResponse
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
@@ -56,9 +53,6 @@ class Released:
     def set(self) -> None:
         self.event.set()
         self.threads.set()
-
-
-# -- what user code does -----------------------------------------------------------------------------------------------
 
 
 async def hang() -> None:
@@ -99,77 +93,65 @@ DEEDS: dict[str | None, Callable[[], Awaitable[None]]] = {
     "raises": raising(ValueError("a bug")),
     "exits": raising(SystemExit(3)),
 }
-VALUES: dict[str | None, Callable[[], Any]] = {
-    None: lambda: None,
-    "tuple_keys": lambda: {(1, 2): 3, None: 4, 5: 6},
-    "nan": lambda: math.nan,
-    "lock": threading.Lock,
-}
 
 
-def _extra(value: str | None) -> dict[Any, Any]:
-    return {} if value is None else {"ok": 1, "odd": VALUES[value]()}
+def misbehaving(cls: type[Any], *methods: str) -> Any:
+    """Return a subclass whose methods do what the argument with their name says before they begin."""
+
+    def method(name: str) -> Any:
+        async def run(self: Any, instance_id: str, *args: Any, **kwargs: Any) -> Any:
+            if name == methods[0]:
+                self.kwargs[instance_id] = kwargs
+            await DEEDS[self.kwargs[instance_id].get(name)]()
+            return await getattr(cls, name)(self, instance_id, *args, **kwargs)
+
+        return run
+
+    return type(f"Hostile{cls.__name__}", (cls,), {name: method(name) for name in methods})
 
 
-class HostileTool(Adder):
-    """Tool that adds two numbers and misbehaves in the method that the row names."""
+class Tool(Adder):
+    """Tool that adds two numbers, or returns what the row says."""
 
     has_verdict = True
+    kwargs: ClassVar[dict[str, Any]] = {}
 
-    async def create(self, instance_id: str, *, deed: str | None = None, **kwargs: Any) -> None:
-        await super().create(instance_id)
-        await DEEDS[deed]()
-
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], *, deed: str | None = None, **kwargs: Any
-    ) -> Any:
-        await DEEDS[deed]()
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         response = ToolResponse(text=str(parameters["a"] + parameters["b"]))
         parameters.clear()
         found: dict[str | None, Any] = {
-            None: (response, 0.5, _extra(kwargs.get("value"))),
+            None: (response, 0.5, {}),
             "nothing": None,
             "garbage": object(),
-            "nan_reward": (response, math.nan, {}),
+            "nan": (response, math.nan, {}),
             "long_text": "x" * 3_000_000,
+        }
+        return found[self.kwargs[instance_id].get("returns")]
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
+        return self.kwargs[instance_id].get("verdict")
+
+
+class Interaction(BaseInteraction):
+    """Interaction that replies once, or returns what the row says."""
+
+    kwargs: ClassVar[dict[str, Any]] = {}
+
+    async def generate_response(self, instance_id: str, messages: list[Any], **kwargs: Any) -> Any:
+        messages.clear()
+        found: dict[str | None, Any] = {
+            None: (True, "good bye", 0.25, {}),
+            "garbage": object(),
+            "short": (True,),
         }
         return found[kwargs.get("returns")]
 
-    async def calc_reward(self, instance_id: str, *, deed: str | None = None, **kwargs: Any) -> Any:
-        await DEEDS[deed]()
-        return VALUES[kwargs.get("returns")]()
-
-    async def release(self, instance_id: str, *, deed: str | None = None, **kwargs: Any) -> None:
-        await super().release(instance_id)
-        await DEEDS[deed]()
-
-
-class HostileInteraction(BaseInteraction):
-    """Interaction that replies once and misbehaves in the method that the row names."""
-
-    def __init__(self) -> None:
-        super().__init__({"name": "hostile"})
-        self._kwargs: dict[str, Mapping[str, Any]] = {}
-
-    async def start_interaction(self, instance_id: str, **kwargs: Any) -> str | None:
-        self._kwargs[instance_id] = kwargs
-        await DEEDS[kwargs.get("start")]()
-        return None
-
-    async def generate_response(self, instance_id: str, messages: list[Any], **kwargs: Any) -> Any:
-        await DEEDS[kwargs.get("respond")]()
-        messages.clear()
-        if "returns" in kwargs:
-            return {"garbage": object(), "short": (True,)}[kwargs["returns"]]
-        return True, "good bye", 0.25, _extra(kwargs.get("value"))
-
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> Any:
-        given = self._kwargs[instance_id]
-        await DEEDS[given.get("score")]()
-        return VALUES[given.get("verdict")]()
+        return self.kwargs[instance_id].get("verdict")
 
-    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        await DEEDS[self._kwargs.pop(instance_id, {}).get("finalize")]()
+
+TOOL_METHODS = ("create", "execute", "calc_reward", "release")
+INTERACTION_METHODS = ("start_interaction", "generate_response", "calculate_score", "finalize_interaction")
 
 
 @register("hostile_loop")
@@ -184,8 +166,6 @@ class HostileLoop(AgentLoopBase):
             await DEEDS[row.get("deed")]()
         output = episode.output(reward_score=1.0)
         row["raw_prompt"].clear()
-        if "value" in row:
-            return replace(output, extra_fields=_extra(row["value"]))
         found = {None: output, "nothing": None, "list_of_garbage": [output, 5], "two": [output, output]}
         return found[row.get("returns")]
 
@@ -220,13 +200,8 @@ async def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> Any:
     if "in_thread" in told:
         threads = {"hangs": Released.now.threads.wait, "exits": exits, "returns_garbage": object}
         return await call_function(threads[told["in_thread"]])
-    if "returns" in told:
-        return VALUES[told["returns"]]()
     length = len(output.response_ids)
-    return {"reward": length % 3 / 2, "length": length, **_extra(told.get("value"))}
-
-
-# -- rows --------------------------------------------------------------------------------------------------------------
+    return told.get("returns", {"reward": length % 3 / 2, "length": length})
 
 
 @dataclass(frozen=True)
@@ -243,12 +218,12 @@ class Kind:
         return {**self.columns, "raw_prompt": user(f"{text} {number}")}
 
 
-def tool(method: str, ends: str, num_abandoned: int = 0, **kwargs: Any) -> Kind:
-    return Kind({"tools_kwargs": {"add": {f"{method}_kwargs": kwargs}}}, ends, num_abandoned)
+def tool(ends: str, num_abandoned: int = 0, **does: Any) -> Kind:
+    return Kind({"tools_kwargs": {"add": {"create_kwargs": does}}}, ends, num_abandoned)
 
 
-def interaction(ends: str, num_abandoned: int = 0, **kwargs: Any) -> Kind:
-    return Kind({"interaction_kwargs": {"name": "hostile", **kwargs}}, ends, num_abandoned)
+def interaction(ends: str, num_abandoned: int = 0, **does: Any) -> Kind:
+    return Kind({"interaction_kwargs": {"name": "hostile", **does}}, ends, num_abandoned)
 
 
 def scored(ends: str, num_abandoned: int = 0, **does: Any) -> Kind:
@@ -264,35 +239,21 @@ def make_kinds() -> list[Kind]:
     loop_ends = {"hangs": "deadline", "swallows": "deadline", "raises": "failed ValueError"}
     for deed in filter(None, DEEDS):
         abandoned = int(deed == "swallows")
-        ends = "answered" if deed == "hangs" else "failed ToolBug"
-        found += [
-            tool("create", ends, abandoned, deed=deed),
-            tool("execute", ends, abandoned, deed=deed),
-            tool("calc_reward", "failed ToolBug", abandoned, deed=deed),
-            tool("release", "answered", abandoned, deed=deed),
-            *(
-                interaction("failed EnvironmentBug", abandoned, **{method: deed})
-                for method in ("start", "respond", "score")
-            ),
-            interaction("interaction_finished", abandoned, finalize=deed),
-            scored("failed RewardError", abandoned, deed=deed),
-            loop(loop_ends.get(deed, "failed RuntimeError"), abandoned, deed=deed),
-        ]
-    for value in filter(None, VALUES):
-        found += [
-            tool("execute", "answered", value=value),
-            interaction("interaction_finished", value=value),
-            scored("answered", value=value),
-            loop("answered", value=value),
-            Kind({"odd": VALUES[value]()}, "answered"),
-        ]
+        of_call = "answered" if deed == "hangs" else "failed ToolBug"
+        for method, ends in zip(TOOL_METHODS, (of_call, of_call, "failed ToolBug", "answered"), strict=True):
+            found.append(tool(ends, abandoned, **{method: deed}))
+        bug = "failed EnvironmentBug"
+        for method, ends in zip(INTERACTION_METHODS, (bug, bug, bug, "interaction_finished"), strict=True):
+            found.append(interaction(ends, abandoned, **{method: deed}))
+        found.append(scored("failed RewardError", abandoned, deed=deed))
+        found.append(loop(loop_ends.get(deed, "failed RuntimeError"), abandoned, deed=deed))
     return [
         *found,
-        tool("calc_reward", "failed ToolBug", returns="nan"),
-        interaction("failed EnvironmentBug", verdict="nan"),
-        scored("failed RewardError", returns="nan"),
-        *(tool("execute", "failed ToolBug", returns=each) for each in ("nothing", "garbage", "nan_reward")),
-        tool("execute", "answered", returns="long_text"),
+        tool("failed ToolBug", verdict=math.nan),
+        interaction("failed EnvironmentBug", verdict=math.nan),
+        scored("failed RewardError", returns=math.nan),
+        *(tool("failed ToolBug", returns=each) for each in ("nothing", "garbage", "nan")),
+        tool("answered", returns="long_text"),
         *(interaction("failed EnvironmentBug", returns=each) for each in ("garbage", "short")),
         *(scored("failed RewardError", in_thread=each) for each in ("hangs", "exits", "returns_garbage")),
         *(loop("failed EpisodeError", returns=each) for each in ("nothing", "list_of_garbage")),
@@ -309,9 +270,6 @@ def harmless_row(number: int) -> dict[str, Any]:
     return row
 
 
-# -- the test ----------------------------------------------------------------------------------------------------------
-
-
 def run(rows: Sequence[Row], released: Released) -> tuple[list[Trajectory], int]:
     """Run rows in groups, and check that nothing is left of them after all hanging code is released.
 
@@ -323,8 +281,8 @@ def run(rows: Sequence[Row], released: Released) -> tuple[list[Trajectory], int]
     async def scenario() -> tuple[list[Trajectory], int]:
         harness = WorkerHarness(
             script,
-            tools=[HostileTool()],
-            interactions={"hostile": HostileInteraction()},
+            tools=[misbehaving(Tool, *TOOL_METHODS)()],
+            interactions={"hostile": misbehaving(Interaction, *INTERACTION_METHODS)({"name": "hostile"})},
             reward=RewardFunction(reward, timeout_s=10.0),
             multi_turn=MultiTurnConfig(tool_timeout_s=10, interaction_timeout_s=10, close_timeout_s=5),
             deadline_s=100.0,
@@ -372,7 +330,7 @@ def facts(trajectory: Trajectory) -> list[Any]:
     ]
 
 
-def test_hostile_rows_end_with_a_reason_leak_nothing_and_do_not_change_other_rows(
+def test_hostile_rows_end_with_a_reason_and_leak_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temp"))
@@ -408,9 +366,6 @@ def test_hostile_rows_end_with_a_reason_leak_nothing_and_do_not_change_other_row
     assert len(open_files()) == num_files
     assert list((tmp_path / "temp").iterdir()) == []
 
-    write_lines(tmp_path / "records.jsonl", trajectories, split="rollout")
-    write_trajectories(tmp_path / "step.parquet", trajectories, step=1, split="train")
-    assert pickle.loads(pickle.dumps([t.output for t in trajectories]))[0].stop_reason
     batch = assemble(trajectories, pad_token_id=hermes_template().pad_token_id)
     assert batch["rollout_log_probs"].isfinite().all()
     assert batch["reward"][batch["is_scored"]].isfinite().all()

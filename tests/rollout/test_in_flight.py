@@ -43,9 +43,7 @@ def hangs(request: ScriptedRequest) -> ScriptedReply:
 
 
 @pytest.mark.virtual_time
-async def test_a_rollout_without_progress_logs_what_every_trajectory_waits_for_at_growing_intervals(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_stalled_rollout_logs_what_trajectories_wait_for(caplog: pytest.LogCaptureFixture) -> None:
     async def reward(output: AgentLoopOutput, row: dict[str, Any]) -> float:
         await asyncio.sleep(math.inf)
         return 1.0
@@ -81,9 +79,7 @@ async def test_a_rollout_without_progress_logs_what_every_trajectory_waits_for_a
     assert [report.split(";")[0] for report in later] == [f"no progress for {n} s" for n in (240, 480, 960)]
 
 
-def test_a_rollout_with_progress_logs_nothing_and_a_second_stall_is_logged_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_progress_logs_nothing_and_a_second_stall_is_logged_again(caplog: pytest.LogCaptureFixture) -> None:
     latencies_s = iter([100.0, 130.0, 100.0, 130.0])
     harness = WorkerHarness(
         lambda _: text_reply("x", latency_s=next(latencies_s)), silence_s=120, max_concurrent=1
@@ -125,9 +121,7 @@ def test_the_lag_of_the_event_loop_is_in_the_timing_of_the_batch() -> None:
     assert metrics["timing/event_loop_late_share"] == pytest.approx(3 / 4, abs=0.03)
 
 
-async def test_code_that_blocks_the_event_loop_is_logged_with_its_line_while_it_blocks(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_code_that_blocks_the_loop_is_logged_with_its_line(caplog: pytest.LogCaptureFixture) -> None:
     activity_monitor = ActivityMonitor()
     with (
         caplog.at_level(logging.WARNING),
@@ -157,9 +151,6 @@ async def test_cancelled_waits_leave_nothing_in_the_monitor() -> None:
     assert monitor.activity_monitor.activities == ()
 
 
-# -- the bound ---------------------------------------------------------------------------------------------------------
-
-
 def costly(num_turns: int) -> ServerUsage:
     """Return the usage of turns whose context was recomputed."""
     return ServerUsage(num_turns, num_sampled_tokens=100 * num_turns, num_recomputed_tokens=1000 * num_turns)
@@ -175,9 +166,6 @@ def updated(
     """Return the bound after one update. By default, the servers are full, did no work, and report no cache use."""
     defaults = {"num_running": 1000, "num_waiting": 0, "kv_cache_share": None, "demand": None}
     return control.update(usage or ServerUsage(), num_in_flight=num_in_flight, **{**defaults, **report})
-
-
-# -- control rule ------------------------------------------------------------------------------------------------------
 
 
 def test_servers_that_report_no_usage_do_not_limit_the_bound() -> None:
@@ -239,9 +227,6 @@ def test_the_bound_grows_while_servers_are_idle_even_after_costly_rounds() -> No
         assert updated(control, costly(4), demand=1.2, **report) == 125
 
 
-# -- gate --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.virtual_time
 async def test_trajectories_start_in_order_and_running_ones_continue_when_the_bound_falls() -> None:
     gate, started = AdmissionGate(bound=3), list[int]()
@@ -284,9 +269,6 @@ async def test_a_trajectory_cancelled_in_the_queue_or_when_admitted_does_not_use
         admitted.cancel()
     assert (gate.num_in_flight, gate.num_waiting) == (0, 0)
     assert asyncio.get_running_loop().time() == pytest.approx(6)
-
-
-# -- with simulated servers --------------------------------------------------------------------------------------------
 
 
 def makespan_s(kv_tokens: int, bound: Literal["auto"] | None, *, per_server: int) -> float:

@@ -29,7 +29,7 @@ from agent_loop.training.advantages.rewards import collect_rewards
 from agent_loop.trajectory import AgentLoopOutput, Feedback, IncidentKind, Segment, Trajectory
 from agent_loop.types import Origin, StopReason
 from tests.helpers import call_text, encoded, hermes_template, roles, text_reply, user
-from tests.rollout.harness import WorkerHarness
+from tests.rollout.harness import WorkerHarness, error_of
 
 ANSWER = "It is 7.<|im_end|>"
 REPLY = encoded("\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n")
@@ -113,9 +113,6 @@ def question(**columns: Any) -> dict[str, Any]:
     return {"raw_prompt": user("What is 1 + 2?"), **columns}
 
 
-# -- completion --------------------------------------------------------------------------------------------------------
-
-
 def test_a_reward_function_can_read_the_answer_of_a_loop_on_token_ids() -> None:
     reward = RewardFunction(lambda output, row: float("7" in output.answer), timeout_s=5)
     row = question(edit=changed(prompt_ids=encoded("another prompt")))
@@ -190,8 +187,6 @@ def test_tokens_that_no_completion_contains_are_reported() -> None:
     assert {s.weight_version for s in output.response_segments} == {3}
 
 
-# -- limits ------------------------------------------------------------------------------------------------------------
-
 LONG = text_reply("one two three four five six seven " * 40)
 
 
@@ -236,9 +231,6 @@ def test_a_prompt_is_truncated_on_the_configured_side(side: str) -> None:
     assert output.answer == "It is 7."
 
 
-# -- several outputs, streams ------------------------------------------------------------------------------------------
-
-
 def test_the_outputs_of_a_list_and_streamed_completions_are_completed_one_by_one() -> None:
     @register("several_bare")
     class Several(AgentLoopBase):
@@ -269,8 +261,6 @@ def test_the_outputs_of_a_list_and_streamed_completions_are_completed_one_by_one
     assert "num_turns is 'many' (str)" in bad.failure.error
 
 
-# -- invalid values ----------------------------------------------------------------------------------------------------
-
 BAD_REWARDS = [math.nan, math.inf, 2 * MAX_REWARD, 10**400]
 BAD: dict[str, tuple[Edit, str]] = {
     "no prompt": (changed(prompt_ids=[]), "prompt_ids is empty"),
@@ -280,10 +270,7 @@ BAD: dict[str, tuple[Edit, str]] = {
     "negative ids": (changed(prompt_ids=[-1]), "prompt_ids holds -1"),
     "huge ids": (changed(prompt_ids=[2**40]), "prompt_ids holds"),
     "huger ids": (changed(prompt_ids=[2**70]), "flat list of integers"),
-    "unknown ids": (
-        changed(prompt_ids=[10**6]),
-        "a prompt segment holds token ids from 1000000 to 1000000",
-    ),
+    "unknown ids": (changed(prompt_ids=[10**6]), "a prompt segment holds token ids from 1000000 to 1000000"),
     "a segment of another type": (
         lambda f: AgentLoopOutput(segments=[Segment(np.array([1, 2]), Origin.PROMPT)]),  # pyright: ignore
         "give a flat int32 array",
@@ -323,8 +310,7 @@ def test_an_invalid_output_fails_its_own_row_with_a_message(name: str) -> None:
     edit, message = BAD[name]
     bad, good = run_rows(question(edit=edit), question())
     assert bad.output.stop_reason is StopReason.FAILED
-    assert bad.output.failure is not None
-    assert message in bad.output.failure.error
+    assert message in error_of(bad)
     assert bad.reward is bad.output.reward_score is None
     assert (good.reward, good.output.stop_reason) == (0.5, StopReason.ANSWERED)
     assert len(assemble([bad, good], pad_token_id=0)) == 2
@@ -339,8 +325,6 @@ def test_a_reward_score_of_another_numeric_type_becomes_a_float(reward: Any) -> 
 
 @pytest.mark.parametrize("reward", BAD_REWARDS)
 def test_every_source_of_rewards_refuses_values_that_a_batch_cannot_hold(reward: float) -> None:
-    with pytest.raises(RewardError, match="return a finite number, or a mapping"):
-        read_score(reward, source="judge")
     with pytest.raises(RewardError, match="returned reward"):
         read_score({"reward": reward}, source="judge")
     with pytest.raises(ToolBug, match="return a finite number, or None"):

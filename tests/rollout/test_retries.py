@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from http.client import IncompleteRead
 from typing import Any
 
@@ -17,8 +17,6 @@ import openai
 import pytest
 
 from agent_loop.config import AgentConfig, RolloutConfig
-from agent_loop.environments.base import Environment, Reply
-from agent_loop.environments.factory import EnvironmentFactory
 from agent_loop.errors import (
     EnvironmentBug,
     EnvironmentUnavailable,
@@ -44,8 +42,7 @@ from agent_loop.training.step_metrics import rollout_metrics
 from agent_loop.trajectory import AgentLoopOutput, FailureKind, Trajectory
 from agent_loop.types import Row, StopReason
 from tests.helpers import hermes_template, text_reply, tool_call_reply, user
-from tests.rollout.harness import Adder, WorkerHarness
-from tests.rollout.outages import METHODS, Line, Outage, retries_of, station_row
+from tests.rollout.harness import METHODS, Adder, Line, Outage, WorkerHarness, retries_of, station_row
 
 
 def adds_once(request: ScriptedRequest) -> ScriptedReply:
@@ -65,40 +62,27 @@ def metrics_of(*trajectories: Trajectory) -> dict[str, float]:
     return rollout_metrics(trajectories, success_threshold=1.0, weight_version=0)
 
 
-# -- trajectories ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", METHODS)
-def test_a_trajectory_runs_again_from_its_prompt_until_its_environment_is_there(method: str) -> None:
-    outage = Outage(method=method, num_failures={0: 2})
-    harness = stationed(outage, retries=2)
-    trajectory = harness.run_one(**station_row())
-    assert (outage.num_attempts[0], outage.num_open) == (3, 0)
-    assert (trajectory.reward, trajectory.output.failure) == (1.0, None)
-    assert trajectory.output.num_assistant_turns == 2
-    error = f"the trajectory ran again after EnvironmentUnavailable: the station is down in {method}"
-    assert retries_of(trajectory) == [error, error]
-    metrics = metrics_of(trajectory)
-    assert metrics[RETRIES] == 2
-    assert f"{FAILURES}environment" not in metrics
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("retries", [0, 1, 3])
-def test_a_trajectory_whose_environment_stays_away_fails_by_name_without_a_reward(
-    method: str, retries: int
+@pytest.mark.parametrize(("num_failures", "retries"), [(2, 2), (99, 0), (99, 1), (99, 3)])
+def test_a_trajectory_runs_again_until_its_environment_is_there(
+    method: str, num_failures: int, retries: int
 ) -> None:
-    outage = Outage(method=method, num_failures={0: 99})
+    outage = Outage(method=method, num_failures={0: num_failures})
     trajectory = stationed(outage, retries=retries).run_one(**station_row())
     assert (outage.num_attempts[0], outage.num_open) == (retries + 1, 0)
-    assert trajectory.reward is None
-    assert trajectory.output.stop_reason is StopReason.FAILED
-    assert trajectory.output.failure is not None
-    assert trajectory.output.failure.kind is FailureKind.ENVIRONMENT
-    assert len(retries_of(trajectory)) == retries
-    metrics = metrics_of(trajectory)
-    assert metrics[f"{FAILURES}environment"] == 1
+    error = f"the trajectory ran again after EnvironmentUnavailable: the station is down in {method}"
+    assert retries_of(trajectory) == [error] * retries
+    metrics, failure = metrics_of(trajectory), trajectory.output.failure
     assert metrics.get(RETRIES, 0) == retries
+    if num_failures <= retries:
+        assert (trajectory.reward, failure) == (1.0, None)
+        assert trajectory.output.num_assistant_turns == 2
+        assert f"{FAILURES}environment" not in metrics
+    else:
+        assert (trajectory.reward, trajectory.output.stop_reason) == (None, StopReason.FAILED)
+        assert failure is not None
+        assert failure.kind is FailureKind.ENVIRONMENT
+        assert metrics[f"{FAILURES}environment"] == 1
 
 
 def test_only_the_rows_that_failed_run_again() -> None:
@@ -119,23 +103,11 @@ def test_a_repetition_samples_with_the_seed_of_the_first_attempt() -> None:
     assert seeds[:2] == seeds[2:]
 
 
-def test_a_trajectory_whose_simulated_user_is_away_has_a_new_conversation_and_none_of_the_old_turns() -> None:
-    line = Line(num_failures=1)
-    harness = WorkerHarness(answers, interactions={"line": line}, retries=1)
-    trajectory = harness.run_one(interaction_kwargs={"name": "line"})
-    assert (line.num_conversations, line.num_open) == (2, 0)
-    assert trajectory.output.failure is None
-    assert trajectory.output.num_assistant_turns == 2
-    assert len(retries_of(trajectory)) == 1
-
-
 @pytest.mark.parametrize(
     ("on_replay", "num_conversations"),
     [(OnReplay.ONCE, 1), (OnReplay.RESTART, 2), (OnReplay.RERUN, 2), (OnReplay.RECORDED, 2)],
 )
-def test_a_trajectory_that_used_a_tool_that_may_be_used_once_does_not_run_again(
-    on_replay: OnReplay, num_conversations: int
-) -> None:
+def test_a_trajectory_with_a_once_only_tool_runs_once(on_replay: OnReplay, num_conversations: int) -> None:
     tool, line = Adder(), Line(num_failures=1)
     tool.on_replay = on_replay
     harness = WorkerHarness(adds_once, tools=[tool], interactions={"line": line}, retries=3)
@@ -212,9 +184,6 @@ def test_a_rollout_with_several_outputs_runs_again_as_a_whole_and_notes_it_once(
     assert metrics_of(*trajectories)[RETRIES] == 2
 
 
-# -- cancellations -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.virtual_time
 async def test_a_trajectory_that_is_cancelled_while_it_waits_for_its_repetition_ends_at_once() -> None:
     outage, loop = Outage(num_failures={0: 99}), asyncio.get_running_loop()
@@ -228,9 +197,6 @@ async def test_a_trajectory_that_is_cancelled_while_it_waits_for_its_repetition_
     assert trajectory.reward is None
     assert trajectory.output.failure is not None
     assert len(retries_of(trajectory)) == 3
-
-
-# -- rewards -----------------------------------------------------------------------------------------------------------
 
 
 class Judge:
@@ -268,9 +234,7 @@ def run_groups(
     [lambda: RewardUnavailable("down"), ConnectionRefusedError, TimeoutError],
     ids=["unavailable", "refused", "timeout"],
 )
-def test_a_reward_function_that_failed_alone_runs_again_without_a_new_rollout(
-    error: Callable[[], Exception],
-) -> None:
+def test_a_reward_function_that_failed_alone_runs_again_alone(error: Callable[[], Exception]) -> None:
     judge = Judge(2, error=error)
     harness = WorkerHarness(answers, reward=RewardFunction(judge.score, timeout_s=1), retries=2)
     trajectory = harness.run_one()
@@ -283,9 +247,7 @@ def test_a_reward_function_that_failed_alone_runs_again_without_a_new_rollout(
 
 
 @pytest.mark.parametrize(("num_failures", "reward"), [(2, 0.75), (99, None)])
-def test_a_group_whose_judge_was_away_is_judged_again_as_a_whole_without_a_new_rollout(
-    num_failures: int, reward: float | None
-) -> None:
+def test_a_group_whose_judge_was_away_is_judged_again(num_failures: int, reward: float | None) -> None:
     judge, server = Judge(num_failures), ScriptedServer(answers)
     trajectories = run_groups(judge.score_group, server, retries=2)
     assert (judge.num_calls, len(server.requests)) == (3, 3)
@@ -308,8 +270,6 @@ def test_the_judge_of_a_group_is_not_asked_about_its_lost_trajectories() -> None
     assert [t.reward for t in trajectories if t.output.failure is None] == [0.25] * 4
     assert [t.reward for t in trajectories if t.output.failure is not None] == [None]
 
-
-# -- kinds of failures -------------------------------------------------------------------------------------------------
 
 REQUEST = httpx.Request("POST", "http://127.0.0.1/")
 
@@ -343,15 +303,10 @@ def caused(error: Exception, cause: Exception) -> Exception:
         (ServerDied("gone"), FailureKind.SERVER, False),
     ],
 )
-def test_only_what_may_succeed_at_another_time_is_retried(
-    error: Exception, kind: FailureKind, is_retried: bool
-) -> None:
+def test_what_may_succeed_later_is_retried(error: Exception, kind: FailureKind, is_retried: bool) -> None:
     failure = failure_of(error)
     assert (failure.kind, failure.is_retried) == (kind, is_retried)
     assert failure.is_infrastructure == (kind is not FailureKind.CODE)
-
-
-# -- a judge that is killed --------------------------------------------------------------------------------------------
 
 
 NUM_ROWS = 48
@@ -432,45 +387,6 @@ async def with_aiohttp(url: str, data: str) -> str:
         return await reply.text()
 
 
-class DyingJudge:
-    """Verdicts of a judge that is killed while it works on several answers, and started again."""
-
-    def __init__(self, judge: JudgeProcess, *, post: Callable[[str, str], Awaitable[str]]) -> None:
-        self._judge = judge
-        self._post = post
-        self._num_verdicts = 0
-
-    async def verdict(self, answer: str) -> float:
-        self._num_verdicts += 1
-        is_last = self._num_verdicts == KILLED_AT
-        if is_last:
-            self._judge.kill()
-        try:
-            return float(await self._post(self._judge.url, answer))
-        finally:
-            if is_last:
-                self._judge.start()
-
-    async def score(self, output: AgentLoopOutput, row: Row) -> float:
-        return await self.verdict(output.answer)
-
-
-class Judged(Environment):
-    """Environment with one turn, whose reward is a verdict of the judge."""
-
-    def __init__(self, verdict: Callable[[str], Awaitable[float]]) -> None:
-        self._verdict = verdict
-
-    def reset(self, row: Mapping[str, Any]) -> None:
-        pass
-
-    def reply(self, messages: Any) -> Reply:
-        return Reply(is_over=True)
-
-    async def reward(self, messages: Any) -> float:
-        return await self._verdict(next(m["content"] for m in messages if m["role"] == "assistant"))
-
-
 def echo(request: ScriptedRequest) -> ScriptedReply:
     """Answer with the number in the prompt, at a different time for each of them."""
     text = hermes_template().decode(request.prompt_ids.tolist())
@@ -480,25 +396,28 @@ def echo(request: ScriptedRequest) -> ScriptedReply:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("in_environment", [False, True], ids=["reward", "environment"])
 @pytest.mark.parametrize("post", [with_urllib, with_httpx, with_aiohttp])
-async def test_a_judge_that_is_killed_and_comes_back_scores_every_trajectory_rightly(
-    judge: JudgeProcess, post: Any, in_environment: bool
-) -> None:
-    dying = DyingJudge(judge, post=post)
-    harness = WorkerHarness(
-        echo,
-        environments={"judged": EnvironmentFactory(lambda: Judged(dying.verdict), where="judged")},
-        agent="environment_agent" if in_environment else "single_turn_agent",
-        reward=None if in_environment else RewardFunction(dying.score, timeout_s=60),
-        retries=5,
-    )
-    rows = [{"raw_prompt": user(f"say {n}"), "environment": "judged"} for n in range(NUM_ROWS)]
+async def test_a_judge_that_is_killed_and_comes_back_scores_every_row(judge: JudgeProcess, post: Any) -> None:
+    """Kill the judge while it works on several answers, and start it again."""
+    asked: list[str] = []
+
+    async def score(output: AgentLoopOutput, row: Row) -> float:
+        asked.append(output.answer)
+        is_last = len(asked) == KILLED_AT
+        if is_last:
+            judge.kill()
+        try:
+            return float(await post(judge.url, output.answer))
+        finally:
+            if is_last:
+                judge.start()
+
+    reward = RewardFunction(score, timeout_s=60)
+    harness = WorkerHarness(echo, agent="single_turn_agent", reward=reward, retries=5)
+    rows = [{"raw_prompt": user(f"say {n}")} for n in range(NUM_ROWS)]
     trajectories = await harness.worker.run(harness.jobs(rows))
     harness.assert_nothing_is_left()
     assert [t.reward for t in trajectories] == [n / 100 for n in range(NUM_ROWS)]
     assert all(t.output.failure is None for t in trajectories)
-    num_retries = sum(len(retries_of(t)) for t in trajectories)
-    assert num_retries > 0
-    num_requests = len(harness.server.requests)
-    assert num_requests == (NUM_ROWS + num_retries if in_environment else NUM_ROWS)
+    assert sum(len(retries_of(t)) for t in trajectories) > 0
+    assert len(harness.server.requests) == NUM_ROWS

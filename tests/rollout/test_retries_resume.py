@@ -26,9 +26,8 @@ from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
 from agent_loop.types import Row
 from tests.harness import examples, thinned
 from tests.helpers import hermes_template, text_reply, tool_call_reply, user
-from tests.rollout.harness import Adder, WorkerHarness
+from tests.rollout.harness import Adder, Line, Outage, WorkerHarness, error_of, retries_of, station_row
 from tests.rollout.journaled import ends_of_records, facts, key_of, records_of, run_journaled
-from tests.rollout.outages import Line, Outage, retries_of, station_row
 
 RETRIES = 2
 ROWS = [
@@ -135,7 +134,7 @@ def test_the_run_that_is_not_killed_runs_every_row_again_as_often_as_it_failed()
     ("is_failing", "on_replay"),
     [(True, OnReplay.RERUN), (True, OnReplay.RESTART), (False, OnReplay.RECORDED)],
 )
-def test_a_journal_cut_after_any_record_resumes_with_the_trajectories_of_an_uncut_run(
+def test_a_journal_cut_after_any_record_loses_nothing(
     tmp_path: Path, is_failing: bool, on_replay: OnReplay
 ) -> None:
     data, _ = uncut()
@@ -148,9 +147,7 @@ def test_a_journal_cut_after_any_record_resumes_with_the_trajectories_of_an_uncu
 
 @examples(15, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(times_s=st.lists(st.floats(0.1, 5), min_size=1, max_size=3))
-def test_a_run_that_is_killed_at_any_times_ends_with_the_trajectories_of_an_uncut_run(
-    times_s: list[float],
-) -> None:
+def test_a_run_killed_at_any_times_ends_with_the_trajectories_of_an_uncut_run(times_s: list[float]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "j"
         for seconds in times_s:
@@ -160,9 +157,9 @@ def test_a_run_that_is_killed_at_any_times_ends_with_the_trajectories_of_an_uncu
 
 def test_a_row_that_used_a_tool_once_before_its_failure_never_uses_it_again(tmp_path: Path) -> None:
     path = tmp_path / "j"
-    failure = World(on_replay=OnReplay.ONCE).run(path, resume=False)[3].output.failure
-    assert failure is not None
-    assert "tool 'note' was used and may be used only once" in failure.error
+    assert "tool 'note' was used and may be used only once" in error_of(
+        World(on_replay=OnReplay.ONCE).run(path, resume=False)[3]
+    )
     data = path.read_bytes()
     for number, cut in enumerate(ends_of_records(data)):
         records = records_of(data[:cut])

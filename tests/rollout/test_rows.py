@@ -82,8 +82,6 @@ def refusal(*sources: str, kind: type[Exception] = DataError) -> str:
     return str(refused.value)
 
 
-# -- sources -----------------------------------------------------------------------------------------------------------
-
 KINDS = ["jsonl", "json", "csv", "parquet", "arrow", "jsonl.gz", "json.gz", "csv.gz"]
 
 
@@ -180,9 +178,6 @@ def test_text_becomes_one_user_message_and_raw_prompt_is_unchanged() -> None:
 def test_loading_rows_does_not_import_torch() -> None:
     code = "import sys, agent_loop.rollout.rows; sys.exit('torch' in sys.modules or 'pyarrow' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 def with_columns(**columns: Any) -> str:
@@ -308,9 +303,6 @@ def test_the_error_of_a_data_function_names_its_line(function: str, complaint: s
     assert f"data.py:{function}" in refused
 
 
-# -- CSV ---------------------------------------------------------------------------------------------------------------
-
-
 def test_a_file_may_begin_with_a_byte_order_mark() -> None:
     Path("rows.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "x"}')
     Path("rows.csv").write_bytes(b"\xef\xbb\xbfprompt\r\nx\r\n")
@@ -351,9 +343,6 @@ def test_any_text_is_read_back_from_csv(cells: list[str], tmp_path_factory: pyte
     path = tmp_path_factory.mktemp("csv") / "rows.csv"
     write(str(path), [{"prompt": "x", "answer": cell} for cell in cells])
     assert [row["answer"] for row in load(str(path))] == cells
-
-
-# -- Arrow -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_split_of_a_saved_folder_is_selected_after_a_colon() -> None:
@@ -443,9 +432,6 @@ def test_arrow_files_with_random_access_are_read_too() -> None:
     with pa.ipc.new_file("rows.arrow", table.schema) as file:
         file.write_table(table, max_chunksize=4)
     assert load("rows.arrow") == ROWS
-
-
-# -- selection ---------------------------------------------------------------------------------------------------------
 
 
 def test_every_epoch_contains_every_row_once_in_a_different_order() -> None:

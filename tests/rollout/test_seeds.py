@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 
@@ -50,30 +49,6 @@ def sample(request: ScriptedRequest) -> ScriptedReply:
     assert params.seed is not None
     tokens = [100 + derived_seed(params.seed, place) % 200 for place in range(8)]
     return ScriptedReply(tokens[params.num_sampled :], stops=False, latency_s=random.uniform(1, 20))
-
-
-@register("seeds_on_tokens")
-class OnTokens(AgentLoopBase):
-    """Loop on token ids that samples twice in the same context, then a second turn."""
-
-    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
-        prompt = await self.apply_chat_template(row["raw_prompt"])
-        names = [uuid4().hex, uuid4().hex]
-
-        async def ask(name: str, context: list[int]) -> list[int]:
-            output = await self.server_manager.generate(
-                name, prompt_ids=context, sampling_params=sampling_params
-            )
-            return output.token_ids
-
-        one, other = await run_together(ask(name, prompt) for name in names)
-        more = await ask(names[0], [*prompt, *one])
-        return AgentLoopOutput(
-            prompt_ids=prompt,
-            response_ids=[*one, *more],
-            response_mask=[1] * len([*one, *more]),
-            extra_fields={"completions": [one, other, more]},
-        )
 
 
 @register("seeds_in_episodes")
@@ -122,20 +97,18 @@ def run(manager: AgentLoopManager, **options: Any) -> list[Tokens]:
     return completions(run_virtual(manager.run(ROWS, **options)))
 
 
-@pytest.mark.parametrize("agent", ["seeds_on_tokens", "seeds_in_episodes"])
-def test_two_runs_with_the_same_seed_sample_the_same_on_any_server_at_any_time(agent: str) -> None:
-    first = run(make_manager(agent=agent))
-    again = run(make_manager(agent=agent, num_servers=3, num_workers=2))
-    other = run(make_manager(agent=agent, seed=1))
+def test_two_runs_with_the_same_seed_sample_the_same_on_any_server_at_any_time() -> None:
+    first = run(make_manager())
+    again = run(make_manager(num_servers=3, num_workers=2))
+    other = run(make_manager(seed=1))
     assert first == again
     assert not {tuple(c) for t in first for c in t} & {tuple(c) for t in other for c in t}
 
 
 @pytest.mark.virtual_time
-@pytest.mark.parametrize("agent", ["seeds_on_tokens", "seeds_in_episodes"])
-async def test_every_completion_of_a_run_has_its_own_seed(agent: str) -> None:
+async def test_every_completion_of_a_run_has_its_own_seed() -> None:
     """Check rows, samples, turns, branches, equal contexts, steps, and evaluation during training."""
-    manager = make_manager(agent=agent)
+    manager = make_manager()
     found = [*await manager.run(ROWS, label="step=1"), *await manager.run(ROWS, label="step=2")]
     found += await manager.run([ROWS[0]] * 3, label="step=3")
     found += await manager.run(ROWS, label="step=1", validate=True)

@@ -17,8 +17,7 @@ from agent_loop.training.step_metrics import feedback_metrics
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
 from agent_loop.types import Message, Origin, ToolCall
 from tests.helpers import call_text, encoded, text_reply, tool_call_reply, user
-from tests.rollout.harness import WorkerHarness
-from tests.rollout.one_line import as_line
+from tests.rollout.harness import WorkerHarness, as_line
 from tests.tools.harness import tool_schema
 
 

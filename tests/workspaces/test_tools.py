@@ -21,8 +21,7 @@ from agent_loop.workspaces.folder import root_folder
 from agent_loop.workspaces.tools import num_shared, workspace_tools
 from tests.helpers import text_reply, tool_call_reply, user
 from tests.rollout.harness import WorkerHarness
-from tests.rollout.journaled import key_of
-from tests.rollout.test_journal_replay import cut_after
+from tests.rollout.journaled import cut_after, key_of
 
 
 @pytest.fixture(autouse=True)
