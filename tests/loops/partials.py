@@ -83,9 +83,7 @@ class CountingTool(BaseTool):
     async def create(self, instance_id: str, **kwargs: Any) -> None:
         self.open[instance_id] = 0
 
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         self._counts.started[self.name] += 1
         await asyncio.sleep(self._latency_s * (1 + parameters["a"] % 3))
         self._counts.ended[self.name] += 1

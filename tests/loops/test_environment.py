@@ -14,11 +14,11 @@ from agent_loop.config import MultiTurnConfig
 from agent_loop.environments.base import Environment, EnvironmentTool, Reply
 from agent_loop.environments.factory import EnvironmentFactory, load_environments
 from agent_loop.environments.trl import TrlClass, with_observation
-from agent_loop.errors import ConfigError, EnvironmentUnavailable
+from agent_loop.errors import ConfigError
 from agent_loop.trajectory import IncidentKind, Trajectory
 from agent_loop.types import Message, StopReason
-from tests.helpers import call_text, roles, text_reply, tool_call_reply, user
-from tests.rollout.harness import Adder, WorkerHarness
+from tests.helpers import call_text, roles, text_reply, tool_call_reply
+from tests.rollout.harness import Adder, WorkerHarness, error_of, kinds, replies
 
 
 class Shop:
@@ -85,19 +85,12 @@ def play(make: Callable[[], Any], answers: Sequence[Any], *, row: Any = None, **
     return harness.run_one(**(row or {}))
 
 
-def failure_of(trajectory: Trajectory) -> str:
-    assert trajectory.output.stop_reason is StopReason.FAILED
-    assert trajectory.output.failure is not None
-    return trajectory.output.failure.error
-
-
 def test_an_environment_class_written_for_trl_works_unchanged() -> None:
     script = [tool_call_reply("buy", price=3), tool_call_reply("look"), text_reply("Done.")]
     trajectory = play(Shop, script, row={"budget": 5, "prompt": "x", "id": 7})
-    output = trajectory.output
-    assert output.messages[0]["content"] == "What is 1 + 2? You have 5 coins."
-    assert [m["content"] for m in output.messages if m["role"] == "tool"] == ["Bought tea.", "{'coins': 2}"]
-    assert output.stop_reason is StopReason.ANSWERED
+    assert trajectory.output.messages[0]["content"] == "What is 1 + 2? You have 5 coins."
+    assert replies(trajectory) == ["Bought tea.", "{'coins': 2}"]
+    assert trajectory.output.stop_reason is StopReason.ANSWERED
     assert trajectory.reward == 1.0
     [shop] = Shop.made
     assert shop.row == {"prompt": "x", "id": 7}
@@ -116,20 +109,10 @@ def test_the_models_tools_are_the_public_methods() -> None:
 
 
 def test_an_exception_of_a_method_is_reported_to_the_model() -> None:
-    output = play(Shop, [tool_call_reply("buy", price=99), text_reply("Too bad.")]).output
-    assert output.messages[2]["content"] == "ValueError: tea is too dear."
-    assert [incident.kind for incident in output.incidents] == [IncidentKind.TOOL_ERROR]
-    assert output.reward_score == 0.0
-
-
-def test_trajectories_do_not_share_an_environment() -> None:
-    harness = WorkerHarness(
-        [tool_call_reply("buy", price=1), text_reply("Done.")],
-        environments={"shop": EnvironmentFactory.of(Shop, where="shop")},
-        agent="environment_agent",
-    )
-    assert [t.reward for t in harness.run([{"raw_prompt": user("Buy.")}] * 3)] == [1.0, 1.0, 1.0]
-    assert len(Shop.made) == 1 + 3
+    trajectory = play(Shop, [tool_call_reply("buy", price=99), text_reply("Too bad.")])
+    assert replies(trajectory) == ["ValueError: tea is too dear."]
+    assert kinds(trajectory) == [IncidentKind.TOOL_ERROR]
+    assert trajectory.reward == 0.0
 
 
 def test_calls_of_one_turn_run_one_after_the_other() -> None:
@@ -144,13 +127,12 @@ def test_calls_of_one_turn_run_one_after_the_other() -> None:
             return {"at once": found}
 
     script = [text_reply(call_text("look") * 2), text_reply("Done.")]
-    output = play(Counter, script, multi_turn=MultiTurnConfig(max_parallel_calls=2)).output
-    assert [m["content"] for m in output.messages if m["role"] == "tool"] == ["{'at once': 1}"] * 2
+    trajectory = play(Counter, script, multi_turn=MultiTurnConfig(max_parallel_calls=2))
+    assert replies(trajectory) == ["{'at once': 1}"] * 2
 
 
 def test_the_reward_is_read_if_a_limit_ends_the_trajectory() -> None:
-    script = [tool_call_reply("buy", price=1)] * 2
-    trajectory = play(Shop, script, multi_turn=MultiTurnConfig(max_assistant_turns=2))
+    trajectory = play(Shop, [tool_call_reply("buy", price=1)] * 2, max_assistant_turns=2)
     assert trajectory.output.stop_reason is StopReason.MAX_ASSISTANT_TURNS
     assert trajectory.reward == 1.0
 
@@ -166,7 +148,7 @@ def test_the_reward_is_read_if_a_limit_ends_the_trajectory() -> None:
     ],
 )
 def test_an_environment_that_raises_fails_its_trajectory(broken: dict[str, Any], message: str) -> None:
-    assert message in failure_of(play(type("Broken", (Closing,), broken), [text_reply("Hello.")]))
+    assert message in error_of(play(type("Broken", (Closing,), broken), [text_reply("Hello.")]))
     assert Shop.made[0].log == ["closed"]
 
 
@@ -174,20 +156,16 @@ def test_a_method_that_hangs_times_out_and_blocks_nothing() -> None:
     release = threading.Event()
 
     class Stuck(Shop):
-        def buy(self, price: int) -> str:
-            """Buy.
-
-            Args:
-                price: In coins.
-            """
+        def look(self) -> str:  # type: ignore[override]
+            """Look."""
             release.wait(20)
             return "late"
 
     limits = MultiTurnConfig(tool_timeout_s=0.2, close_timeout_s=0.2)
-    trajectory = play(Stuck, [tool_call_reply("buy", price=1), text_reply("Never mind.")], multi_turn=limits)
+    trajectory = play(Stuck, [tool_call_reply("look"), text_reply("Never mind.")], multi_turn=limits)
     release.set()
-    assert trajectory.output.messages[2]["content"] == "buy took longer than 0.2 s and was stopped"
-    assert "reward of shop took longer than 0.2 s" in failure_of(trajectory)
+    assert replies(trajectory) == ["look took longer than 0.2 s and was stopped"]
+    assert "reward of shop took longer than 0.2 s" in error_of(trajectory)
 
 
 def test_rows_select_one_of_several_environments() -> None:
@@ -198,22 +176,12 @@ def test_rows_select_one_of_several_environments() -> None:
         ("stal", "environment is 'stal': no such environment; did you mean 'stall'?"),
         (None, "environment is None: no such environment; there are: shop, stall"),
     ):
-        assert message in failure_of(harness.run_one(environment=named))
+        assert message in error_of(harness.run_one(environment=named))
 
 
 def test_a_tool_of_the_same_name_is_refused() -> None:
     trajectory = play(Shop, [text_reply("Hello.")], tools=[Adder(name="buy")])
-    assert "shop has a tool 'buy', and another tool has that name" in failure_of(trajectory)
-
-
-def test_an_image_in_the_content_parts_of_a_method_is_kept() -> None:
-    class Camera(Shop):
-        def look(self) -> list[dict[str, Any]]:  # type: ignore[override]
-            """Look."""
-            return [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "a cat"}]
-
-    message = "tool 'look' returned an image, but this model accepts only text; return text"
-    assert message in failure_of(play(Camera, [tool_call_reply("look"), text_reply("A cat.")]))
+    assert "shop has a tool 'buy', and another tool has that name" in error_of(trajectory)
 
 
 def test_an_observation_is_appended_to_the_last_message() -> None:
@@ -241,7 +209,7 @@ def test_a_class_that_cannot_be_used_is_refused(tmp_path: Path, reference: str, 
 
 
 class Vault(Environment):
-    """Environment that uses every method of its base class, and whose server is down in the method of the row."""
+    """Environment that uses every method of its base class."""
 
     opened: list[Vault]
 
@@ -249,13 +217,7 @@ class Vault(Environment):
         self.calls: list[str] = []
         Vault.opened.append(self)
 
-    def _require(self, method: str) -> None:
-        if self.row.get("fails") == method:
-            raise EnvironmentUnavailable("the vault's server is down")
-
     def reset(self, row: Any) -> list[Message]:
-        self.row = row
-        self._require("reset")
         return [{"role": "system", "content": "Open the vault."}, {"role": "user", "content": row["hint"]}]
 
     def tools(self) -> list[EnvironmentTool]:
@@ -269,23 +231,23 @@ class Vault(Environment):
         ]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        self._require("call")
+
         self.calls.append(f"{name} {arguments['digit']}")
         return "click"
 
     def reply(self, messages: Any) -> Reply:
-        self._require("reply")
+
         return Reply("Go on.", score=0.25, is_over=len(self.calls) > 1)
 
     def reward(self, messages: Any) -> dict[str, Any]:
-        self._require("reward")
+
         return {"reward": len(self.calls) / 2, "num_messages": len(messages)}
 
     def close(self) -> None:
         self.calls.append("closed")
 
 
-def play_vault(**row: Any) -> Trajectory:
+def test_tools_replies_and_reward_share_one_environment() -> None:
     Vault.opened = []
     environments = {"vault": EnvironmentFactory.of(Vault, where="vault")}
     script = [
@@ -296,11 +258,7 @@ def play_vault(**row: Any) -> Trajectory:
     ]
     harness = WorkerHarness(script, environments=environments, agent="environment_agent")
     Vault.opened.clear()
-    return harness.run_one(hint="It is 42.", **row)
-
-
-def test_tools_replies_and_reward_share_one_environment() -> None:
-    trajectory = play_vault()
+    trajectory = harness.run_one(hint="It is 42.")
     output = trajectory.output
     assert roles(output.messages) == [
         *("system", "user", "assistant", "tool", "assistant", "user"),
@@ -312,12 +270,3 @@ def test_tools_replies_and_reward_share_one_environment() -> None:
     [vault] = Vault.opened
     assert vault.calls == ["turn 4", "force 2", "closed"]
     assert [schema["function"]["name"] for schema in output.tool_schemas] == ["turn"]
-
-
-@pytest.mark.parametrize("method", ["reset", "call", "reply", "reward"])
-def test_an_environment_that_is_unavailable_fails_its_trajectory_without_a_reward(method: str) -> None:
-    trajectory = play_vault(fails=method)
-    assert failure_of(trajectory) == "EnvironmentUnavailable: the vault's server is down"
-    assert trajectory.reward is None
-    [vault] = Vault.opened
-    assert vault.calls[-1] == "closed"

@@ -12,12 +12,16 @@ from agent_loop.environments.factory import EnvironmentFactory
 from agent_loop.environments.game import Game
 from agent_loop.environments.players import PlayerTurn
 from agent_loop.errors import DataError, EnvironmentUnavailable
+from agent_loop.loops.base import LoopContext
 from agent_loop.loops.game_agent import GameAgentLoop
+from agent_loop.loops.registry import register
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
-from agent_loop.trajectory import Trajectory
+from agent_loop.trajectory import FailureKind, Trajectory
 from agent_loop.types import StopReason
 from tests.helpers import hermes_template, roles, text_reply, user
-from tests.rollout.harness import WorkerHarness
+from tests.interactions.conversations import alternating
+from tests.interactions.endpoint import Endpoint, endpoint
+from tests.rollout.harness import WorkerHarness, error_of
 
 
 class Auction(Game):
@@ -76,11 +80,10 @@ class Endless(Auction):
     def turn(self) -> int | None:  # type: ignore[override]
         return 0
 
-    def act(self, seat: int, text: str) -> None:
+    def act(self, *_: Any) -> None:
         pass
 
-    def forfeit(self, seat: int) -> None:
-        pass
+    forfeit = act
 
 
 class Cheating(Auction):
@@ -200,10 +203,7 @@ def test_a_game_that_cannot_be_reached_fails_all_seats_without_rewards(left: int
     trajectories = play(TWO, row={"fails": left})
     assert rewards(trajectories) == [None] * len(trajectories)
     assert len(trajectories) == (1 if left > 2 else 2)
-    for trajectory in trajectories:
-        assert trajectory.output.stop_reason is StopReason.FAILED
-        assert trajectory.output.failure is not None
-        assert "the table is gone" in trajectory.output.failure.error
+    assert all("the table is gone" in error_of(trajectory) for trajectory in trajectories)
     assert Auction.made[0].is_closed
 
 
@@ -227,10 +227,8 @@ def test_a_server_that_fails_one_seat_fails_all_of_the_game() -> None:
 )
 def test_mistakes_of_games_and_players_are_named(make: Any, row: Mapping[str, Any], message: str) -> None:
     trajectories = play(by_seat(["1"] * 3, ["3", "4"]), make, row, max_assistant_turns=3)
-    for trajectory in trajectories:
-        assert trajectory.reward is None
-        assert trajectory.output.failure is not None
-        assert message in trajectory.output.failure.error
+    assert rewards(trajectories) == [None] * len(trajectories)
+    assert all(message in error_of(trajectory) for trajectory in trajectories)
 
 
 @pytest.mark.parametrize(
@@ -244,3 +242,40 @@ def test_mistakes_of_games_and_players_are_named(make: Any, row: Mapping[str, An
 def test_a_row_with_wrong_players_is_refused_before_the_run(players: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         GameAgentLoop.check_row({"players": players}, {}, where="row 0")
+
+
+async def play_against(*replies: str, **settings: Any) -> tuple[Trajectory, Endpoint]:
+    """Play the first seat against a model on another server, which returns these replies."""
+    async with endpoint(*replies) as served:
+        opponent = {"model": "old", "base_url": served.url, "max_retries": 0, **settings}
+
+        @register("against_old")
+        class AgainstOld(GameAgentLoop):
+            def __init__(self, context: LoopContext) -> None:
+                super().__init__(context, players=["policy", "old"], opponents={"old": opponent})
+
+        environments = {"auction": EnvironmentFactory.of(Auction, where="auction")}
+        harness = WorkerHarness(TWO, environments=environments, agent="against_old")
+        [trajectory] = await harness.worker.run(harness.jobs([{"raw_prompt": user("An auction.")}]))
+        harness.assert_nothing_is_left()
+        return trajectory, served
+
+
+async def test_an_opponent_on_another_server_sees_the_conversation_of_its_seat() -> None:
+    trajectory, served = await play_against("3", "4", temperature=0, system_prompt="Win.")
+    assert (trajectory.reward, trajectory.branch) == (-1.0, None)
+    assert trajectory.output.extra_fields["seat"] == 0
+    texts = [message["content"] for message in trajectory.output.messages]
+    assert texts[2::2] == [" Seat 1 says 3.", " Seat 1 says 4."]
+    system = {"role": "system", "content": "Win."}
+    heard = alternating("You are seat 1. Name a number. Seat 0 says 1.", "3", " Seat 0 says 2.")
+    assert [request["messages"] for request in served.requests] == [[system, *heard[:1]], [system, *heard]]
+    assert [request["temperature"] for request in served.requests] == [0, 0]
+
+
+async def test_a_game_whose_opponent_is_gone_fails_by_name_and_without_a_reward() -> None:
+    trajectory, _ = await play_against(base_url="http://127.0.0.1:9/v1")
+    assert trajectory.reward is None
+    assert "the opponent 'old' (model 'old') returned no move" in error_of(trajectory)
+    assert trajectory.output.failure is not None
+    assert trajectory.output.failure.kind is FailureKind.ENVIRONMENT

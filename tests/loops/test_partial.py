@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import pickle
 import random
-import subprocess
-import sys
-import textwrap
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, ClassVar
-from uuid import uuid4
+from typing import Any
 
 import numpy as np
 import pytest
 
 from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.errors import EpisodeError
-from agent_loop.integrations import verl
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.partial import AsyncPartialToolAgentLoop
 from agent_loop.recording.row_log import ReplayMismatch
@@ -30,23 +23,13 @@ from agent_loop.servers.embedded import EmbeddedServer
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind
-from agent_loop.types import Origin, StopReason
+from agent_loop.types import StopReason
 from tests.harness import thinned
 from tests.helpers import call_text, encoded, hermes_template, small_tokenizer, user
 from tests.loops.partials import TOKEN_S, CountingTool, PartialRunner, facts, logprob_at, random_turns
-from tests.servers.tiny_embedded import (
-    full_forward_logprobs,
-    serving,
-    tiny_model,
-    wait_until_decoded,
-    weights_of,
-)
+from tests.servers import tiny_embedded as tiny
 
-TOOLS = {
-    "look": (OnReplay.RECORDED, 0.4),
-    "book": (OnReplay.ONCE, 0.7),
-    "step": (OnReplay.RERUN, 0.3),
-}
+TOOLS = {"look": (OnReplay.RECORDED, 0.4), "book": (OnReplay.ONCE, 0.7), "step": (OnReplay.RERUN, 0.3)}
 
 
 def random_runner(seed: int) -> Any:
@@ -64,9 +47,7 @@ def random_runner(seed: int) -> Any:
 
 
 @pytest.mark.parametrize("first_seed", thinned(range(0, 200, 20), step=5))
-def test_a_trajectory_cancelled_anywhere_and_resumed_equals_one_without_a_cancellation(
-    first_seed: int,
-) -> None:
+def test_a_trajectory_cancelled_anywhere_and_resumed_equals_an_uncancelled_one(first_seed: int) -> None:
     num_cut = 0
     for seed in range(first_seed, first_seed + 20):
         make = random_runner(seed)
@@ -127,20 +108,6 @@ def test_an_aborted_completion_resumes_from_its_tokens_and_its_calls_are_parsed_
     }
 
 
-@pytest.mark.virtual_time
-async def test_a_completion_on_both_sides_of_a_weight_update_is_one_turn_of_two_segments() -> None:
-    runner = PartialRunner(ASKING_TURNS, tools=TOOLS)
-    part = await runner.run(cancel_after_s=10.5 * TOKEN_S)
-    await runner.server_manager.pool.update_weights([], weight_version=7)
-    output = await runner.run(partial_output=part)
-    by_model = [(len(s), s.weight_version) for s in output.segments if s.origin is Origin.MODEL]
-    assert by_model[:2] == [(10, 0), (len(encoded(f"{ASKING}<|im_end|>")) - 10, 7)]
-    assert output.num_assistant_turns == 2
-    versions = output.weight_versions[output.response_mask == 1]
-    assert versions.tolist() == [0] * len(part.response_ids) + [7] * (len(versions) - 10)
-    assert_grows([part, output])
-
-
 def test_each_token_has_the_weight_version_that_sampled_it() -> None:
     async def scenario(seed: int) -> tuple[list[AgentLoopOutput], AgentLoopOutput]:
         runner, rng = random_runner(seed)(), random.Random(seed)
@@ -159,9 +126,7 @@ def test_each_token_has_the_weight_version_that_sampled_it() -> None:
         assert output.weight_versions[output.response_mask == 1].tolist() == expected.tolist()
 
 
-def test_a_call_that_may_run_only_once_ends_before_its_trajectory_is_cancelled_and_other_calls_are_aborted() -> (
-    None
-):
+def test_a_once_only_call_ends_before_its_trajectory_is_cancelled_and_other_calls_are_aborted() -> None:
     runner = PartialRunner(ASKING_TURNS, tools=TOOLS)
     part = cut_in("calls", runner)
     assert part.extra_fields["state"] == "processing_tools"
@@ -180,56 +145,12 @@ def test_a_call_that_may_run_only_once_and_does_not_end_in_time_is_answered_with
     assert "may or may not have taken effect" in output.messages[2]["content"]
 
 
-def test_queued_calls_are_not_started_after_a_cancellation() -> None:
-    both = call_text("book", a=1) + call_text("book", a=2)
-    runner = PartialRunner([both, "Done."], tools=TOOLS, max_parallel_calls=1)
-    num_tokens = len(encoded(f"{both}<|im_end|>"))
-    part = run_virtual(runner.run(cancel_after_s=num_tokens * TOKEN_S + 0.5))
-    assert runner.counts.started == {"book": 1}
-    output = run_virtual(runner.run(partial_output=part))
-    assert runner.counts.ended == {"book": 2}
-    assert not output.incidents
-
-
-def test_a_trajectory_whose_tool_cannot_be_replayed_starts_again_and_keeps_the_incident() -> None:
-    tools = {**TOOLS, "look": (OnReplay.RESTART, 0.4), "book": (OnReplay.RERUN, 0.1)}
-    runner = PartialRunner(ASKING_TURNS, tools=tools)
-    again = run_virtual(runner.run(partial_output=cut_in("calls", runner), cancel_after_s=8 * TOKEN_S + 0.05))
-    output = run_virtual(runner.run(partial_output=again))
-    for each in (again, output):
-        [incident] = [i for i in each.incidents if i.kind is IncidentKind.RESTARTED]
-        assert "its on_replay does not allow a replay" in incident.detail
-    assert output.stop_reason is StopReason.ANSWERED
-    assert len(again.response_ids) == 8
-
-
 def test_a_trajectory_that_cannot_be_replayed_and_used_a_once_only_tool_is_refused() -> None:
     runner = PartialRunner(ASKING_TURNS, tools={**TOOLS, "look": (OnReplay.RESTART, 0.4)})
     part = cut_in("calls", runner)
     with pytest.raises(ReplayMismatch, match="tool 'book' was used and may be used only once"):
         run_virtual(runner.run(partial_output=part))
     assert runner.counts.started["book"] == 1
-
-
-def test_another_process_can_resume_a_cancelled_trajectory(tmp_path: Path) -> None:
-    whole = run_virtual(PartialRunner(ASKING_TURNS, tools=TOOLS).run())
-    part = cut_in("calls", PartialRunner(ASKING_TURNS, tools=TOOLS))
-    (tmp_path / "part").write_bytes(pickle.dumps(part))
-    code = f"""
-        import pickle
-        from pathlib import Path
-        from agent_loop.testing import run_virtual
-        from tests.loops.test_partial import ASKING_TURNS, TOOLS, PartialRunner
-        folder, runner = Path({str(tmp_path)!r}), PartialRunner(ASKING_TURNS, tools=TOOLS)
-        part = pickle.loads((folder / "part").read_bytes())
-        output = run_virtual(runner.run(partial_output=part))
-        (folder / "whole").write_bytes(pickle.dumps((output, runner.counts.ended)))
-    """
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=root, timeout=60)
-    output, ended = pickle.loads((tmp_path / "whole").read_bytes())
-    assert facts(output) == facts(whole)
-    assert ended == {"look": 1}
 
 
 @pytest.mark.parametrize("data", [None, [b"nonsense"], [pack({"is": "unknown"})]])
@@ -263,8 +184,6 @@ async def test_a_server_that_does_not_answer_an_abort_costs_its_tokens_and_a_few
     assert (part.stop_reason, len(part.response_ids)) == (StopReason.CANCELLED, 0)
 
 
-# -- tools whose state cannot be restored ------------------------------------------------------------------------------
-
 LATENCY_S = 0.4
 LOOK = f"I look. {call_text('look', a=0)}"
 NOT_RESTORABLE = {"look": (OnReplay.RESTART, LATENCY_S)}
@@ -276,34 +195,6 @@ class Judge(CountingTool):
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
         self._counts.started["verdict"] += 1
         return float(self.open[instance_id])
-
-
-class VerlTool(verl.BaseTool):
-    """Tool as written for verl: it has state, a reward that reads the state, and no `on_replay`."""
-
-    started: ClassVar[list[str]] = []
-
-    def __init__(self, name: str, counts: Any, **options: Any) -> None:
-        parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-        function = {"name": name, "description": "Does.", "parameters": parameters}
-        super().__init__({}, {"type": "function", "function": function})
-        self.open: dict[str, int] = {}
-
-    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, Any]:
-        instance_id = instance_id or str(uuid4())
-        self.open[instance_id] = 0
-        return instance_id, verl.ToolResponse()
-
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        self.started.append(instance_id)
-        self.open[instance_id] += 1
-        return verl.ToolResponse(text="done"), 0.0, {}
-
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        return float(self.open[instance_id])
-
-    async def release(self, instance_id: str, **kwargs: Any) -> None:
-        del self.open[instance_id]
 
 
 def resumed_after(
@@ -321,20 +212,10 @@ def restarts(output: AgentLoopOutput) -> list[str]:
     return [i.detail for i in output.incidents if i.kind is IncidentKind.RESTARTED]
 
 
-def test_a_new_call_of_a_tool_whose_state_is_lost_starts_the_trajectory_again() -> None:
-    _, output, runner = resumed_after(LOOK, turns=[LOOK, LOOK, "It is done."])
-    [reason] = restarts(output)
-    assert "tool 'look' is called after tool 'look', whose state cannot be restored" in reason
-    assert output.stop_reason is StopReason.ANSWERED
-    assert runner.counts.started["look"] == 3
-
-
 @pytest.mark.parametrize(
     ("on_replay", "num_restarts"), [("recorded", 0), ("rerun", 0), ("once", 1), ("restart", 1)]
 )
-def test_other_tools_may_be_called_later_if_they_cannot_read_the_lost_state(
-    on_replay: str, num_restarts: int
-) -> None:
+def test_tools_may_be_called_later_if_they_cannot_read_lost_state(on_replay: str, num_restarts: int) -> None:
     turns = [LOOK, f"And now. {call_text('book', a=0)}", "It is done."]
     tools = {**NOT_RESTORABLE, "book": (OnReplay(on_replay), LATENCY_S)}
     _, output, runner = resumed_after(LOOK, turns=turns, tools=tools)
@@ -354,15 +235,6 @@ def test_a_tool_reward_is_calculated_at_the_cancellation_and_counts_at_the_end()
     assert output.reward_score == 2.0
     assert not restarts(output)
     assert not runner.counts.started, "neither a call nor the reward runs again"
-
-
-def test_a_tool_of_verl_keeps_tokens_and_reward() -> None:
-    VerlTool.started.clear()
-    part, output, _ = resumed_after(LOOK, turns=[LOOK, "It is done."], latency_s=0, tool_class=VerlTool)
-    assert not restarts(output)
-    assert output.reward_score == 1.0
-    assert output.response_ids.tolist()[: len(part.response_ids)] == part.response_ids.tolist()
-    assert len(VerlTool.started) == 1
 
 
 @pytest.mark.nightly(keep=1)
@@ -387,10 +259,8 @@ def test_any_cancelled_and_resumed_trajectory_ends_as_one_without_a_cancellation
     assert num_cut > num_restarts > 0
 
 
-# -- on the embedded engine --------------------------------------------------------------------------------------------
-
-MODEL = tiny_model(vocab_size=len(small_tokenizer()))
-OTHER = tiny_model(vocab_size=len(small_tokenizer()), seed=1)
+MODEL = tiny.tiny_model(vocab_size=len(small_tokenizer()))
+OTHER = tiny.tiny_model(vocab_size=len(small_tokenizer()), seed=1)
 
 
 def make_loop(server: EmbeddedServer) -> AsyncPartialToolAgentLoop:
@@ -409,37 +279,22 @@ async def cut_after(num_tokens: int, server: EmbeddedServer) -> AgentLoopOutput:
     event = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         running = group.create_task(speak(server, cancellation_event=event))
-        await wait_until_decoded(server, num_tokens)
+        await tiny.wait_until_decoded(server, num_tokens)
         event.set()
     return running.result()
 
 
-async def test_an_aborted_completion_resumes_with_the_same_tokens_and_logprobs_on_an_engine() -> None:
-    async with serving(MODEL) as server:
+async def test_under_new_weights_each_token_has_the_logprob_and_the_version_of_its_model() -> None:
+    async with tiny.serving(copy.deepcopy(MODEL)) as server:
         part = await cut_after(20, server)
-        output = await speak(server, partial_output=part)
-        whole = await speak(server)
-    assert part.stop_reason is StopReason.CANCELLED
-    assert 20 <= len(part.response_ids) < 120
-    assert output.response_ids.tolist() == whole.response_ids.tolist()
-    assert len(whole.response_ids) == 120
-    assert output.response_logprobs is not None
-    np.testing.assert_allclose(output.response_logprobs, whole.response_logprobs, atol=1e-4)
-
-
-async def test_under_new_weights_each_token_has_the_logprob_and_the_version_of_the_model_that_sampled_it() -> (
-    None
-):
-    async with serving(copy.deepcopy(MODEL)) as server:
-        part = await cut_after(20, server)
-        await server.update_weights(weights_of(OTHER).items(), weight_version=3)
+        await server.update_weights(tiny.weights_of(OTHER).items(), weight_version=3)
         output = await speak(server, partial_output=part)
     num_old = len(part.response_ids)
     ids = output.response_ids.tolist()
     assert output.weight_versions.tolist() == [0] * num_old + [3] * (len(ids) - num_old)
     expected = [
-        *full_forward_logprobs(MODEL, output.prompt_ids, ids)[:num_old],
-        *full_forward_logprobs(OTHER, output.prompt_ids, ids)[num_old:],
+        *tiny.full_forward_logprobs(MODEL, output.prompt_ids, ids)[:num_old],
+        *tiny.full_forward_logprobs(OTHER, output.prompt_ids, ids)[num_old:],
     ]
     assert output.response_logprobs is not None
     np.testing.assert_allclose(output.response_logprobs, expected, atol=1e-4)

@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from agent_loop.config import MultiTurnConfig
-from agent_loop.errors import ToolError
+from agent_loop.errors import ConfigError, DataError, ToolError
 from agent_loop.interactions.base import BaseInteraction
-from agent_loop.loops import ToolAgentLoop
+from agent_loop.loops import SingleTurnAgentLoop, ToolAgentLoop, registry
 from agent_loop.loops.agent_data import AgentData
-from agent_loop.loops.registry import register
+from agent_loop.loops.registry import LoopRegistry, register
 from agent_loop.loops.tool_agent import MAX_MALFORMED_REPLIES
 from agent_loop.servers.scripted import ScriptedReply
 from agent_loop.tools.base import trajectory_of
 from agent_loop.trajectory import IncidentKind, Trajectory
 from agent_loop.types import AgentState, Message, Origin, StopReason
 from tests.helpers import call_text, encoded, hermes_template, roles, text_reply, tool_call_reply, user
-from tests.rollout.harness import Adder, WorkerHarness
+from tests.rollout.harness import Adder, WorkerHarness, error_of, kinds, replies
 
 ADD = tool_call_reply("add", a=1, b=2)
 ANSWER = text_reply("It is 3.")
 MALFORMED = text_reply('<tool_call>{"name": "add"</tool_call>')
-
-
-def kinds(trajectory: Trajectory) -> list[IncidentKind]:
-    return [incident.kind for incident in trajectory.output.incidents]
-
-
-def replies(trajectory: Trajectory) -> list[str]:
-    return [message["content"] for message in trajectory.output.messages if message["role"] == "tool"]
 
 
 def assert_record_matches_requests(trajectory: Trajectory, harness: WorkerHarness) -> None:
@@ -43,9 +36,6 @@ def assert_record_matches_requests(trajectory: Trajectory, harness: WorkerHarnes
     for request in harness.server.requests:
         assert record[: len(request.prompt_ids)].tolist() == request.prompt_ids.tolist()
     assert len(output.response_ids) == len(output.response_mask) == len(output.weight_versions)
-
-
-# -- calls -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_call_is_run_and_its_reply_reaches_the_model_before_the_answer() -> None:
@@ -164,11 +154,9 @@ def test_a_thousand_malformed_calls_get_a_few_replies_and_a_count_of_the_rest() 
 def test_any_other_exception_in_a_tool_fails_the_trajectory_as_a_bug_of_the_tool() -> None:
     tool = Adder({"raises": ZeroDivisionError("boom")})
     trajectory = WorkerHarness([ADD, ANSWER], tools=[tool]).run_one()
-    failure = trajectory.output.failure
-    assert trajectory.output.stop_reason is StopReason.FAILED
-    assert failure is not None
-    assert "ToolBug" in failure.error
-    assert "ZeroDivisionError: boom" in failure.traceback
+    assert "ToolBug" in error_of(trajectory)
+    assert trajectory.output.failure is not None
+    assert "ZeroDivisionError: boom" in trajectory.output.failure.traceback
     assert trajectory.reward is None
     assert tool.open == set()
     assert trajectory.output.response_mask.sum() == len(ADD.token_ids), "the sampled tokens are kept"
@@ -208,14 +196,6 @@ def test_a_complete_call_before_a_cut_turn_is_run_and_the_turn_is_closed() -> No
     assert_record_matches_requests(trajectory, harness)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_long_prompt_is_truncated_on_the_configured_side(side: str) -> None:
-    output = WorkerHarness([ANSWER], prompt_length=3, truncate_prompt=side).run_one().output
-    full = hermes_template().open(user("What is 1 + 2?")).tolist()
-    assert output.prompt_ids.tolist() == (full[-3:] if side == "left" else full[:3])
-    assert output.stop_reason is StopReason.ANSWERED
-
-
 def test_a_tool_can_end_the_episode() -> None:
     trajectory = WorkerHarness([ADD], tools=[Adder({"ends": True, "verdict": 1.0})]).run_one()
     assert trajectory.output.stop_reason is StopReason.TOOL_FINISHED
@@ -229,17 +209,6 @@ def test_a_deadline_ends_the_trajectory_and_keeps_the_sampled_tokens() -> None:
     assert output.stop_reason is StopReason.DEADLINE
     sampled = output.response_ids[output.response_mask == 1]
     assert sampled.tolist() == [*ADD.token_ids, *ANSWER.token_ids[:3]]
-
-
-def test_a_deadline_reaches_a_hung_tool() -> None:
-    tool = Adder({"latency_s": math.inf})
-    output = WorkerHarness([ADD], tools=[tool], deadline_s=3).run_one().output
-    assert output.stop_reason is StopReason.DEADLINE
-    assert tool.open == set()
-    assert output.metrics.total == 3.0
-
-
-# -- interactions ------------------------------------------------------------------------------------------------------
 
 
 class Patient(BaseInteraction):
@@ -300,9 +269,6 @@ def test_tools_and_interaction_of_a_trajectory_share_an_id_that_no_other_traject
         run_with_patient([ADD, ANSWER], patient=Sharing(), tool=Shared())
     assert len(ids) == 4
     assert ids[0] == ids[1] != ids[2] == ids[3]
-
-
-# -- overridden handlers -----------------------------------------------------------------------------------------------
 
 
 @register("watched")
@@ -385,18 +351,6 @@ def test_a_single_handler_can_be_overridden() -> None:
     assert tool.executed == []
 
 
-def test_a_handler_may_end_the_trajectory() -> None:
-    @register("answers_once")
-    class AnswersOnce(ToolAgentLoop):
-        async def _handle_generating_state(self, data: AgentData, sampling_params: Any) -> AgentState:
-            await super()._handle_generating_state(data, {**sampling_params, "temperature": 0.0})
-            return AgentState.TERMINATED
-
-    harness = WorkerHarness([ADD], tools=[Adder()], agent="answers_once")
-    assert harness.run_one().output.num_assistant_turns == 1
-    assert harness.server.requests[0].sampling_params.temperature == 0.0
-
-
 @pytest.mark.parametrize(
     ("returned", "complaint"),
     [
@@ -413,6 +367,72 @@ def test_a_handler_that_returns_no_next_state_fails_its_trajectory(returned: Any
             await super()._handle_pending_state(data, sampling_params)
             return returned
 
-    failure = WorkerHarness([text_reply("3")], tools=[Adder()], agent="lost").run_one().output.failure
-    assert failure is not None
-    assert complaint in failure.error
+    assert complaint in error_of(WorkerHarness([text_reply("3")], tools=[Adder()], agent="lost").run_one())
+
+
+LOOPS = """
+from agent_loop import AgentLoopBase, register
+
+@register("from_a_file")
+class FromAFile(AgentLoopBase):
+    async def run(self, sampling_params, **row):
+        raise NotImplementedError
+"""
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the loops that a test registered when the test ends."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+
+
+@pytest.fixture
+def loops_file(tmp_path: Path) -> Path:
+    file = tmp_path / "loops.py"
+    file.write_text(LOOPS, encoding="utf-8")
+    return file
+
+
+def test_importing_a_file_registers_its_loops(loops_file: Path) -> None:
+    assert LoopRegistry(loop_files=[str(loops_file)]).get("from_a_file").loop_class.__name__ == "FromAFile"
+
+
+def test_a_yaml_file_names_loops_and_their_constructor_arguments(loops_file: Path, tmp_path: Path) -> None:
+    config = tmp_path / "loops.yaml"
+    config.write_text(f"- {{name: patient, _target_: '{loops_file}:FromAFile', tries: 5}}\n")
+    entry = LoopRegistry(config_path=str(config)).get("patient")
+    assert entry.loop_class.__name__ == "FromAFile"
+    assert entry.kwargs == {"tries": 5}
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("name: x", "must hold a list"),
+        ("- {name: x}", "needs the keys name and _target_"),
+        ("- {name: x, _target_: 'os.path:join'}", "AgentLoopBase"),
+        ("- [", "not valid YAML"),
+    ],
+)
+def test_an_invalid_yaml_file_is_refused(text: str, complaint: str, tmp_path: Path) -> None:
+    (tmp_path / "loops.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        LoopRegistry(config_path=str(tmp_path / "loops.yaml"))
+
+
+def test_an_unknown_loop_is_named_with_the_nearest() -> None:
+    with pytest.raises(DataError, match="did you mean 'tool_agent'"):
+        LoopRegistry().get("tool_agnt")
+
+
+@pytest.mark.parametrize("name", ["tool_agent", "agent_program"])
+def test_registering_a_name_of_the_package_again_replaces_its_loop_with_a_warning(name: str) -> None:
+    message = rf"agent loop {name!r} was agent_loop\.\w+.*; .*Other replaces it"
+    with pytest.warns(UserWarning, match=message) as warned:
+
+        @register(name)
+        class Other(SingleTurnAgentLoop):
+            pass
+
+    assert LoopRegistry().get(name).loop_class is Other
+    assert warned[0].filename == __file__
