@@ -27,8 +27,7 @@ from agent_loop.runtime.instances import OnReplay
 from agent_loop.types import Message
 from tests.helpers import text_reply, user
 from tests.rollout.harness import WorkerHarness
-from tests.rollout.journaled import run_journaled
-from tests.rollout.test_journal_replay import cut_after
+from tests.rollout.journaled import cut_after, run_journaled
 from tests.test_public_api import run_python
 
 MESSAGES: list[Message] = [{"role": "assistant", "content": "4"}]
@@ -94,8 +93,6 @@ async def test_an_interaction_is_started_at_first_use_and_finalized_once() -> No
     assert interaction.log == calls
     assert len(MESSAGES) == 1  # although the interaction appended to its copies
 
-
-# -- files -------------------------------------------------------------------------------------------------------------
 
 INTERACTIONS = """
 from agent_loop.interactions.base import BaseInteraction
@@ -174,8 +171,6 @@ def test_the_registry_imports_no_optional_dependency() -> None:
     assert loaded == "[]"
 
 
-# -- openings in resumed runs ------------------------------------------------------------------------------------------
-
 ROWS = [{"raw_prompt": user("Begin."), "interaction_kwargs": {"name": "guide"}}]
 
 
@@ -195,9 +190,7 @@ class Guide(BaseInteraction):
         self.num_started += 1
         return f"{self.words} {self.num_started}"
 
-    async def generate_response(
-        self, instance_id: str, messages: list[Message], **kwargs: Any
-    ) -> tuple[bool, str, float, dict[str, Any]]:
+    async def generate_response(self, instance_id: str, messages: list[Message], **kwargs: Any) -> Any:
         self.num_replies += 1
         return len(messages) > 4, f"{self.words}!", 0.5, {"turn": self.num_replies}
 
@@ -207,9 +200,7 @@ def make_harness(guide: Guide) -> WorkerHarness:
 
 
 @pytest.mark.parametrize("on_replay", [OnReplay.RECORDED, OnReplay.RERUN, OnReplay.RESTART])
-def test_a_resumed_conversation_keeps_its_opening_unless_it_restarts(
-    tmp_path: Path, on_replay: OnReplay
-) -> None:
+def test_a_resumed_conversation_keeps_its_opening_or_restarts(tmp_path: Path, on_replay: OnReplay) -> None:
     path = tmp_path / "journal"
     [whole] = run_journaled(path, make_harness(Guide(on_replay=on_replay, words="old")), ROWS)
     assert whole.output.messages[0]["content"] == "Begin.\n\nold 1"
@@ -226,8 +217,6 @@ def test_a_resumed_conversation_keeps_its_opening_unless_it_restarts(
         assert guide.num_replies == (3 if on_replay is OnReplay.RERUN else 2)
     assert len(resumed.output.turn_scores) == len(whole.output.turn_scores)
 
-
-# -- docs/interactions.md ----------------------------------------------------------------------------------------------
 
 PAGE = Path("docs/interactions.md").read_text(encoding="utf-8")
 

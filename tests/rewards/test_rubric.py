@@ -14,13 +14,7 @@ import pytest
 
 from agent_loop.config import AgentConfig, RolloutConfig
 from agent_loop.errors import ConfigError, RewardError, RewardUnavailable
-from agent_loop.rewards.function import (
-    RewardFunction,
-    Score,
-    ScoreResult,
-    load_batch_reward,
-    load_reward,
-)
+from agent_loop.rewards.function import RewardFunction, Score, ScoreResult, load_batch_reward, load_reward
 from agent_loop.rollout.failures import failure_of
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.servers.scripted import ScriptedServer
@@ -29,16 +23,8 @@ from agent_loop.trajectory import FailureKind
 from tests.cli.project import make_project
 from tests.cli.test_serve import running
 from tests.helpers import hermes_template, text_reply, user
-from tests.rewards.judges import (
-    Reply,
-    ScriptedJudge,
-    answer,
-    flaky,
-    judged_by,
-    output_saying,
-    prompt_of,
-    write_file,
-)
+from tests.interactions.endpoint import Endpoint
+from tests.rewards.judges import Reply, answer, flaky, judged_by, output_saying, prompt_of, write_file
 
 Script = Callable[[list[dict[str, Any]]], Reply]
 CORRECT = {"correct": {"question": "Does the answer agree with {solution}?", "weight": 3}}
@@ -56,9 +42,7 @@ def by_criterion(**answers: Any) -> Script:
     return script
 
 
-async def scored(
-    folder: Path, *scripts: Script, say: str = "4", **settings: Any
-) -> tuple[Score, ScriptedJudge]:
+async def scored(folder: Path, *scripts: Script, say: str = "4", **settings: Any) -> tuple[Score, Endpoint]:
     """Score one output with a judge for each script. Return the score and the first judge."""
     async with judged_by(folder, *scripts, **{"criteria": CRITERIA, **settings}) as (path, judges):
         return await load_reward(path, timeout_s=60)(output_saying(say), ROW), judges[0]
@@ -75,9 +59,7 @@ async def test_the_reward_is_the_weighted_mean_and_each_criterion_is_a_part(tmp_
     assert judge.requests[0]["model"] == "m"
 
 
-async def test_the_judge_gets_the_question_with_fields_of_the_row_the_messages_and_the_form_of_the_reply(
-    tmp_path: Path,
-) -> None:
+async def test_the_judge_gets_the_filled_question_the_messages_and_the_form(tmp_path: Path) -> None:
     _, judge = await scored(tmp_path, by_criterion(agree="no", clear=5), say="\ud800 }}")
     asked = {prompt_of(request["messages"]).splitlines()[0]: request for request in judge.requests}
     request = asked["Criterion: Does the answer agree with 4?"]
@@ -121,9 +103,7 @@ async def test_reasons_are_asked_for_first_and_recorded(tmp_path: Path) -> None:
     assert list(schema_of(judge.requests[0])["properties"]) == ["reason", "answer"]
 
 
-async def test_settings_of_a_judge_reach_its_requests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_judges_settings_reach_its_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
     settings = {"api_key_env": "JUDGE_KEY", "json_schema": False, "temperature": 0, "max_tokens": None}
     _, judge = await scored(
@@ -131,9 +111,6 @@ async def test_settings_of_a_judge_reach_its_requests(
     )
     assert judge.keys == ["Bearer secret", "Bearer secret"]
     assert {"model", "messages", "temperature", "top_k"} == judge.requests[0].keys()
-
-
-# -- failures ----------------------------------------------------------------------------------------------------------
 
 
 UNREADABLE = [
@@ -147,9 +124,7 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize("reply", UNREADABLE)
-async def test_an_unreadable_reply_is_asked_once_more_and_then_leaves_the_criterion_unanswered(
-    tmp_path: Path, reply: str
-) -> None:
+async def test_an_unreadable_reply_is_asked_for_once_more_and_given_up(tmp_path: Path, reply: str) -> None:
     asked: list[str] = []
 
     def script(messages: list[dict[str, Any]]) -> Reply:
@@ -181,7 +156,7 @@ async def test_an_error_status_is_a_failure_of_infrastructure(tmp_path: Path, st
     ("judge", "error"),
     [({"timeout_s": 0.2}, "APITimeoutError"), ({"base_url": "http://127.0.0.1:9/v1"}, "APIConnectionError")],
 )
-async def test_a_judge_that_hangs_or_is_gone_is_a_failure_of_infrastructure(
+async def test_a_judge_that_hangs_or_is_gone_is_unavailable(
     tmp_path: Path, judge: dict[str, Any], error: str
 ) -> None:
     with pytest.raises(RewardUnavailable, match=error):
@@ -195,8 +170,6 @@ async def test_a_row_without_the_field_of_a_question_is_a_fault_of_the_row(tmp_p
         await load_reward(path, timeout_s=60)(output_saying("4"), {"x": 1})
     assert failure_of(caught.value).kind is FailureKind.CODE
 
-
-# -- cache, concurrency and connections --------------------------------------------------------------------------------
 
 SURE = by_criterion(agree="yes", clear=5)
 
@@ -223,9 +196,7 @@ def open_files() -> dict[str, int]:
     return {**count_resources(), "thread": sys.maxsize, "task": sys.maxsize}
 
 
-async def test_requests_are_bounded_and_all_share_connections_that_are_closed_at_the_end(
-    tmp_path: Path,
-) -> None:
+async def test_requests_are_bounded_and_share_connections_that_are_closed_at_the_end(tmp_path: Path) -> None:
     limit = {"max_concurrent": 3}
     async with judged_by(tmp_path, SURE, criteria=CRITERIA, judge=limit) as (path, [judge]):
         reward = load_reward(path, timeout_s=0.001)
@@ -249,9 +220,6 @@ async def test_a_cancelled_reward_leaves_no_connection(tmp_path: Path) -> None:
         assert await find_leak(1, since=since) is None
 
 
-# -- a judge that fails often ------------------------------------------------------------------------------------------
-
-
 def manager_with(reward: RewardFunction) -> AgentLoopManager:
     return AgentLoopManager(
         RolloutConfig(n=2, max_failed_share=1.0, retries=0, agent=AgentConfig(num_workers=2)),
@@ -262,7 +230,7 @@ def manager_with(reward: RewardFunction) -> AgentLoopManager:
 
 
 @pytest.mark.parametrize(("max_retries", "seed"), [(0, 0), (3, 2)])
-async def test_every_row_ends_scored_or_unscored_by_name_with_a_judge_that_fails_a_third_of_its_requests(
+async def test_rows_of_a_judge_that_fails_often_are_scored_or_unscored(
     tmp_path: Path, max_retries: int, seed: int
 ) -> None:
     script = flaky(by_criterion(agree="yes", clear=4), share=1 / 3, seed=seed)
@@ -284,9 +252,6 @@ async def test_every_row_ends_scored_or_unscored_by_name_with_a_judge_that_fails
             assert failure.error.startswith("RewardUnavailable: criterion '")
     assert len(unscored) < 60
     assert unscored or max_retries
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -320,9 +285,6 @@ def test_a_list_and_a_rubric_for_groups_are_refused(tmp_path: Path) -> None:
     path = write_file(tmp_path, {"judges": [{"model": "m"}], "criteria": CRITERIA})
     with pytest.raises(ConfigError, match="leave batch out"):
         load_batch_reward(path, timeout_s=60)
-
-
-# -- rankings ----------------------------------------------------------------------------------------------------------
 
 
 def work_in(messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -366,9 +328,7 @@ async def test_one_request_scores_all_trajectories_of_a_group(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "scores",
-    [{"1": 5}, {"1": 5, "2": 5, "3": 5}, {"1": 5, "2": 101}, {"1": 5, "2": "5"}, [5, 5]],
-    ids=repr,
+    "scores", [{"1": 5}, {"1": 5, "2": 5, "3": 5}, {"1": 5, "2": 101}, {"1": 5, "2": "5"}, [5, 5]], ids=repr
 )
 async def test_scores_that_do_not_fit_the_group_are_unreadable(tmp_path: Path, scores: Any) -> None:
     with pytest.raises(RewardUnavailable, match=r"ranking: judge 'm' .* was asked twice"):
