@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,23 +72,26 @@ def assert_nothing_is_running() -> None:
     """Check that no process, port or folder of an agent is left."""
     assert process_tree(os.getpid()) == [os.getpid()]
     assert listening_addresses([os.getpid()]) == []
-    assert marked_processes() == []
+    assert processes_with(is_own) == []
     assert list(Path(os.environ["TMPDIR"]).glob("agent-loop-workspaces-*/*")) == []
 
 
-def marked_processes() -> list[str]:
-    """Return the processes of workspaces that this process has started, also those that left its tree."""
-    marker = f"{OWNER_VARIABLE}=al".encode()
-    owner = f".{os.getpid()}.".encode()
+def processes_with(matches: Callable[[bytes], bool]) -> list[str]:
+    """Return the processes of which an environment variable matches."""
     found: list[str] = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             variables = (folder / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if any(v.startswith(marker) and owner in v for v in variables):
+        if any(map(matches, variables)):
             found.append((folder / "cmdline").read_text().replace("\0", " "))
     return found
+
+
+def is_own(variable: bytes) -> bool:
+    """Return whether a variable marks a workspace of this process, also in processes that left its tree."""
+    return variable.startswith(f"{OWNER_VARIABLE}=al".encode()) and f".{os.getpid()}.".encode() in variable
 
 
 @every_agent
@@ -163,9 +167,7 @@ def test_an_agent_that_is_cancelled_during_a_command_leaves_nothing_behind(agent
     assert_nothing_is_running()
 
 
-def test_the_environment_of_an_agent_holds_no_variable_of_the_parent_that_may_be_secret(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_environment_of_an_agent_holds_no_secret_of_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_SECRET_TOKEN", "shh")
     agent = AGENTS["mini-swe-agent"]
     check = {"command": ["sh", "-c", "grep -q OPENAI_API_KEY found && ! grep -q SECRET found"]}

@@ -14,7 +14,7 @@ from agent_loop.chat.multimodal import Encoded
 from agent_loop.recording.record import RecordKind
 from agent_loop.trajectory.codec import decode_completion, from_plain
 from tests.agents.programs import AGENTS, TASK
-from tests.agents.test_programs import CHECK
+from tests.agents.test_programs import CHECK, processes_with
 from tests.cli.project import make_project
 from tests.cli.test_crash import killed_when, read, run
 
@@ -103,16 +103,4 @@ def test_a_killed_rollout_of_an_agent_resumes_with_the_same_tokens(
         assert any(name.startswith(row) and whole[: len(tokens)] == tokens for name, whole in after)
     [root] = Path(os.environ["TMPDIR"]).glob("agent-loop-workspaces-*")
     assert list(root.iterdir()) == []
-    assert processes_in(root) == []
-
-
-def processes_in(folder: Path) -> list[str]:
-    """Return the processes whose home is in a folder."""
-    found: list[str] = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"HOME={folder}".encode() in (process / "environ").read_bytes():
-                found.append((process / "cmdline").read_text().replace("\0", " "))
-        except OSError:
-            continue
-    return found
+    assert processes_with(lambda variable: variable.startswith(f"HOME={root}".encode())) == []

@@ -218,8 +218,6 @@ async def test_a_stop_text_ends_the_turn_at_the_token_that_completes_it() -> Non
     assert (alone.token_ids, alone.stop_reason) == (ids[:num_tokens], "stop")
 
 
-# -- prefixes and continued turns --------------------------------------------------------------------------------------
-
 begun_turn = st.fixed_dictionaries(
     {
         "token_ids": st.lists(st.integers(9, 300), min_size=1, max_size=12),
@@ -234,9 +232,7 @@ begun_turn = st.fixed_dictionaries(
 
 @examples(150)
 @given(turns=st.lists(begun_turn, min_size=1, max_size=6), response_length=st.integers(10, 200))
-def test_tokens_on_record_are_those_that_the_server_received_and_returned(
-    turns: list[dict[str, Any]], response_length: int
-) -> None:
+def test_tokens_on_record_are_those_of_the_server(turns: list[dict[str, Any]], response_length: int) -> None:
     script = DrawnTurns(turns)
     first, server = make_episode(script, response_length=response_length)
     episodes = [first]

@@ -5,12 +5,7 @@ from pathlib import Path
 import pytest
 
 from agent_loop.errors import ConfigError
-from agent_loop.files.plain_values import (
-    parse_json,
-    parse_override,
-    read_yaml,
-    shown,
-)
+from agent_loop.files.plain_values import parse_json, parse_override, read_yaml, shown
 
 MANY_DIGITS = "9" * 5000
 

@@ -105,9 +105,7 @@ def test_an_agent_that_gives_up_is_scored_and_one_that_fails_is_not(documented: 
     assert "warming up" in failed.output.failure.traceback
 
 
-def test_a_program_that_is_not_installed_is_refused_before_the_run_with_the_command_that_installs_it(
-    documented: LoopRegistry,
-) -> None:
+def test_a_missing_program_is_refused_with_the_command_that_installs_it(documented: LoopRegistry) -> None:
     context = ProgramHarness(in_order(text_reply("x"))).worker._context
     check = partial(check_rows, context=context, loops=documented, default_agent_loop="my-agent")
     with pytest.raises(ConfigError, match=r"my-agent is not installed.* `pip install my-agent`"):
@@ -134,9 +132,7 @@ def test_the_task_is_the_text_of_all_messages() -> None:
 
 
 @pytest.mark.parametrize(("context_length", "window"), [(131072, "131072"), (60000, None)])
-def test_claude_code_learns_the_length_of_the_conversation_if_it_accepts_it(
-    context_length: int, window: str | None
-) -> None:
+def test_claude_code_learns_the_context_length_it_accepts(context_length: int, window: str | None) -> None:
     run = AgentRun("Fix it.", "/w", "/h", "http://127.0.0.1:1/v1", "key", "any", context_length, 4096)
     command = ClaudeCodeLoop.command(object.__new__(ClaudeCodeLoop), run)
     assert command.env.get("CLAUDE_CODE_AUTO_COMPACT_WINDOW") == window
@@ -152,12 +148,7 @@ DONE, GAVE_UP, FAILED = ("done", False, False), (None, True, False), (None, Fals
     [
         (ClaudeCodeLoop, "warning\n" + json.dumps(REPORT), 0, DONE),
         (ClaudeCodeLoop, json.dumps({**REPORT, "is_error": True}), 1, FAILED),
-        (
-            ClaudeCodeLoop,
-            json.dumps({**REPORT, "subtype": "error_max_turns", "is_error": True}),
-            1,
-            GAVE_UP,
-        ),
+        (ClaudeCodeLoop, json.dumps({**REPORT, "subtype": "error_max_turns", "is_error": True}), 1, GAVE_UP),
         (ClaudeCodeLoop, "", 0, FAILED),
         (CodexLoop, MESSAGE, 0, DONE),
         (CodexLoop, MESSAGE + '\n{"type": "turn.failed", "error": {"message": "no"}}', 1, FAILED),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
+import signal
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing, suppress
 from contextvars import ContextVar
 from functools import partial
@@ -22,6 +24,12 @@ from agent_loop.runtime.concurrency import (
     run_shielded,
     run_together,
     run_while,
+)
+from agent_loop.runtime.event_loop import run_to_end
+from agent_loop.runtime.garbage_collection import (
+    OBJECTS_PER_COLLECTION,
+    frozen_objects,
+    infrequent_collections,
 )
 from agent_loop.runtime.incidents import IncidentCollector
 from agent_loop.runtime.isolated_task import ABANDON_GRACE_S, Abandoned, num_abandoned
@@ -174,8 +182,6 @@ async def test_closing_background_tasks_cancels_them_and_waits_for_their_cleanup
     await tasks.close()
 
 
-# -- isolated tasks ----------------------------------------------------------------------------------------------------
-
 LIMIT_S = 3.0
 COLOR: ContextVar[str] = ContextVar("color")
 
@@ -200,9 +206,7 @@ class Uncancellable:
         await asyncio.sleep(1)
 
 
-async def test_code_that_swallows_its_cancellation_is_abandoned_after_its_limit_and_grace(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_code_that_swallows_its_cancellation_is_abandoned(caplog: pytest.LogCaptureFixture) -> None:
     call = Uncancellable()
     with caplog.at_level(logging.WARNING), IncidentCollector("group=0/rollout=0") as collector:
         with pytest.raises(Abandoned, match=r"longer than 3 s, still ran 5 s after it was cancelled"):
@@ -271,17 +275,6 @@ async def test_nested_code_is_cancelled_with_its_caller() -> None:
     assert (seen, asyncio.get_running_loop().time()) == (["cancelled"], 1)
 
 
-# -- threads -----------------------------------------------------------------------------------------------------------
-
-
-async def test_an_exception_in_a_thread_is_raised_in_the_caller() -> None:
-    def fails() -> None:
-        raise LookupError("nothing there")
-
-    with pytest.raises(LookupError, match="nothing there"):
-        await run_in_thread(fails)
-
-
 def test_hanging_functions_do_not_block_other_functions() -> None:
     release = threading.Event()
 
@@ -340,3 +333,74 @@ def test_a_call_queued_behind_a_hanging_one_can_be_cancelled() -> None:
         assert ran == [2]
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), ValueError("x")])
+def test_an_error_of_the_main_coroutine_is_raised(error: BaseException) -> None:
+    async def main() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        run_to_end(main())
+
+
+def test_ctrl_c_cancels_the_main_coroutine_and_ends_the_event_loop() -> None:
+    cancelled: list[bool] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+        try:
+            await asyncio.sleep(100)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    with pytest.raises(KeyboardInterrupt):
+        run_to_end(main())
+    assert cancelled == [True]
+
+
+def test_a_task_that_swallows_its_cancellation_does_not_keep_the_event_loop_open() -> None:
+    released: list[asyncio.Event] = []
+
+    async def uncancellable() -> None:
+        while not released[0].is_set():
+            try:
+                await released[0].wait()
+            except asyncio.CancelledError:
+                continue
+
+    async def main() -> asyncio.Task[None]:
+        released.append(asyncio.Event())
+        task = asyncio.create_task(uncancellable())
+        await asyncio.sleep(0)
+        return task
+
+    task = run_to_end(main(), grace_s=0.05)
+    assert not task.done()
+    assert num_abandoned() == 0  # the task's event loop is closed
+    task.get_coro().close()
+
+
+@pytest.fixture(autouse=True)
+def usual_threshold() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    yield
+    gc.set_threshold(*before)
+
+
+def test_the_threshold_is_raised_until_the_last_context_exits() -> None:
+    first, second = infrequent_collections(), infrequent_collections()
+    with first:
+        second.__enter__()
+    assert gc.get_threshold() == (OBJECTS_PER_COLLECTION, 10, 10)
+    second.__exit__(None, None, None)
+    assert gc.get_threshold() == (700, 10, 10)
+
+
+def test_objects_are_frozen_only_within_the_context() -> None:
+    gc.unfreeze()
+    with frozen_objects():
+        assert gc.get_freeze_count() > 1000
+    assert gc.get_freeze_count() == 0

@@ -17,16 +17,8 @@ import pytest
 
 from agent_loop.errors import ConfigError
 from agent_loop.runtime import child_process as module
+from agent_loop.runtime import owner as owners
 from agent_loop.runtime.child_process import DRAIN_S, MAX_KEPT_BYTES, inherited_environment, run_command
-from agent_loop.runtime.owner import (
-    OWNER_VARIABLE,
-    SPARED_SUFFIX,
-    kill_orphans,
-    kill_processes,
-    num_spared_orphans,
-    parse_owner,
-    this_process,
-)
 
 ENV = inherited_environment()
 
@@ -70,9 +62,7 @@ async def test_a_program_ends_when_it_exits_and_its_children_are_killed(tmp_path
     assert time.monotonic() - began < 30
 
 
-async def test_an_output_that_a_daemon_holds_open_is_read_for_a_limited_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_output_held_open_is_read_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert DRAIN_S < 30
     monkeypatch.setattr(module, "DRAIN_S", 0.1)
     began = time.monotonic()
@@ -82,9 +72,7 @@ async def test_an_output_that_a_daemon_holds_open_is_read_for_a_limited_time(
     assert time.monotonic() - began < 30
 
 
-async def test_a_caller_that_is_cancelled_as_the_program_exits_leaves_no_children(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cancelling_at_exit_leaves_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def exited(watch: Any) -> None:
         exits(watch)
         running.cancel()
@@ -123,7 +111,7 @@ def test_input_comes_from_a_file_and_output_goes_to_a_sink(tmp_path: Path) -> No
     assert b"".join(received) == path.read_bytes()
 
 
-def test_a_program_runs_in_the_given_folder_with_the_given_environment_alone(
+def test_a_program_gets_the_given_folder_and_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
@@ -144,30 +132,27 @@ async def test_a_command_that_cannot_be_started_is_named() -> None:
         await run_command(["no-such-program"], env=ENV)
 
 
-# -- owners ------------------------------------------------------------------------------------------------------------
-
-
 def sleeper(mark: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(["sleep", "60"], env={"PATH": os.environ["PATH"], OWNER_VARIABLE: mark})
+    return subprocess.Popen(["sleep", "60"], env={"PATH": os.environ["PATH"], owners.OWNER_VARIABLE: mark})
 
 
 def dead_token() -> str:
     """Return the token of a process that has ended."""
     ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
     ended.wait()
-    return replace(this_process(), pid=ended.pid).token
+    return replace(owners.this_process(), pid=ended.pid).token
 
 
 def test_a_token_begins_names_and_is_read_from_them() -> None:
-    this = this_process()
-    assert parse_owner(f"{this.token}.a1b2") == this
-    assert parse_owner("container") is None
+    this = owners.this_process()
+    assert owners.parse_owner(f"{this.token}.a1b2") == this
+    assert owners.parse_owner("container") is None
     assert not this.is_dead
 
 
 def test_an_owner_is_dead_once_it_has_ended_or_its_id_belongs_to_another_process() -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
-        owner = replace(this_process(), pid=child.pid, start=start_of(child.pid))
+        owner = replace(owners.this_process(), pid=child.pid, start=start_of(child.pid))
         assert not owner.is_dead
         assert replace(owner, start=owner.start - 1).is_dead
         child.kill()
@@ -175,17 +160,17 @@ def test_an_owner_is_dead_once_it_has_ended_or_its_id_belongs_to_another_process
 
 
 def test_owners_of_other_machines_and_boots_may_live() -> None:
-    dead = replace(this_process(), pid=2**22 + 1)
+    dead = replace(owners.this_process(), pid=2**22 + 1)
     assert dead.is_dead
     assert not replace(dead, machine="00000000").is_dead
     assert not replace(dead, boot="00000000").is_dead
 
 
 def test_marked_processes_are_killed_and_others_are_not() -> None:
-    mark = f"{this_process().token}.meant"
-    meant, other = sleeper(mark), sleeper(f"{this_process().token}.other")
+    mark = f"{owners.this_process().token}.meant"
+    meant, other = sleeper(mark), sleeper(f"{owners.this_process().token}.other")
     try:
-        assert kill_processes(lambda owner: owner == mark) == 1
+        assert owners.kill_processes(lambda owner: owner == mark) == 1
         assert meant.wait(10) == -signal.SIGKILL
         assert other.poll() is None
     finally:
@@ -197,14 +182,14 @@ def test_orphans_are_killed_except_those_that_end_by_themselves() -> None:
     token = dead_token()
     orphan, spared, owned = (
         sleeper(f"{token}.x"),
-        sleeper(token + SPARED_SUFFIX),
-        sleeper(this_process().token),
+        sleeper(token + owners.SPARED_SUFFIX),
+        sleeper(owners.this_process().token),
     )
     try:
-        kill_orphans()
+        owners.kill_orphans()
         assert orphan.wait(10) == -signal.SIGKILL
         assert (spared.poll(), owned.poll()) == (None, None)
-        assert num_spared_orphans() >= 1
+        assert owners.num_spared_orphans() >= 1
     finally:
         for process in (spared, owned):
             process.kill()

@@ -1,4 +1,4 @@
-"""Tests of smolagents with its OpenAI model.
+"""Tests of smolagents, and of scripts that find the gateway by the variables that all clients read.
 
 smolagents writes the calls of earlier steps as text, and their results as messages of the user. So each step is a
 conversation of its own, which has the earlier steps in its prompt as the model saw them.
@@ -6,11 +6,13 @@ conversation of its own, which has the earlier steps in its prompt as the model 
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.agents.frameworks import Recorded, run_framework
+from tests.agents.frameworks import ONE_TOOL_TURN, Recorded, run_framework
 from tests.helpers import call_text, hermes_template
 from tests.serve.harness import origins
 
@@ -65,3 +67,51 @@ def test_the_code_of_a_code_agent_ends_at_its_stop_text() -> None:
         assert hermes_template().decode(output.response_ids) == text
     assert [origins(output) for output in recorded.outputs] == [["prompt", "model"]] * 2
     assert "Execution logs:\n3" in recorded.prompts[1]
+
+
+OPENAI_AGENTS = """
+from agents import Agent, Runner, function_tool
+
+@function_tool
+def add(a: int, b: int) -> int:
+    return a + b
+
+result = Runner.run_sync(Agent(name="adder", tools=[add]), "1 + 2?")
+assert result.final_output == "It is 3.", result.final_output
+"""
+
+PYDANTIC_AI = """
+from pydantic_ai import Agent
+
+agent = Agent("MODEL")
+
+@agent.tool_plain
+def add(a: int, b: int) -> int:
+    return a + b
+
+assert agent.run_sync("1 + 2?").output == "It is 3."
+"""
+
+
+SCRIPTS = {
+    "agents": OPENAI_AGENTS,
+    **{
+        f"pydantic_ai {model}": PYDANTIC_AI.replace("MODEL", model)
+        for model in ("openai:gpt", "openai-chat:gpt", "anthropic:claude")
+    },
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_of_a_framework_runs_unchanged(name: str, tmp_path: Path) -> None:
+    pytest.importorskip(name.partition(" ")[0])
+    file = tmp_path / "agent.py"
+    file.write_text(SCRIPTS[name])
+    recorded = run_framework(
+        "-",
+        call_text("add", a=1, b=2),
+        "It is 3.",
+        command=[sys.executable, str(file)],
+        env={"OPENAI_AGENTS_DISABLE_TRACING": "1"},
+    )
+    assert origins(recorded.output) == ONE_TOOL_TURN
