@@ -81,31 +81,14 @@ def assert_grows(outputs: list[AgentLoopOutput]) -> None:
     np.testing.assert_allclose(last.response_logprobs, np.asarray(expected, np.float32))
 
 
-def cut_in(phase: str, runner: PartialRunner) -> AgentLoopOutput:
-    """Return the first part of a trajectory, cancelled while it samples its first turn or runs its calls."""
-    moments = {"completion": 10.5 * TOKEN_S, "calls": len(encoded(f"{ASKING}<|im_end|>")) * TOKEN_S + 0.5}
-    return run_virtual(runner.run(cancel_after_s=moments[phase]))
+def cut_in_calls(runner: PartialRunner) -> AgentLoopOutput:
+    """Return the first part of a trajectory, cancelled while it runs the calls of its first turn."""
+    seconds = len(encoded(f"{ASKING}<|im_end|>")) * TOKEN_S + 0.5
+    return run_virtual(runner.run(cancel_after_s=seconds))
 
 
 ASKING = f"I ask. {call_text('book', a=2)}{call_text('look', a=1)}"
 ASKING_TURNS = [ASKING, "It is done."]
-
-
-def test_an_aborted_completion_resumes_from_its_tokens_and_its_calls_are_parsed_as_a_whole() -> None:
-    runner = PartialRunner(ASKING_TURNS, tools=TOOLS)
-    part = cut_in("completion", runner)
-    assert (part.stop_reason, part.extra_fields["state"]) == (StopReason.CANCELLED, "generating")
-    assert len(part.response_ids) == 10
-    output = run_virtual(runner.run(partial_output=part))
-    assert runner.servers[0].requests[1].prompt_ids.tolist() == [*part.prompt_ids, *part.response_ids]
-    assert [m["role"] for m in output.messages] == ["user", "assistant", "tool", "tool", "assistant"]
-    assert runner.counts.ended == {"book": 1, "look": 1}
-    assert output.extra_fields == {
-        "is_cancel": False,
-        "state": "terminated",
-        "turn_scores": [],
-        "tool_rewards": list(output.tool_rewards),
-    }
 
 
 def test_each_token_has_the_weight_version_that_sampled_it() -> None:
@@ -128,7 +111,7 @@ def test_each_token_has_the_weight_version_that_sampled_it() -> None:
 
 def test_a_once_only_call_ends_before_its_trajectory_is_cancelled_and_other_calls_are_aborted() -> None:
     runner = PartialRunner(ASKING_TURNS, tools=TOOLS)
-    part = cut_in("calls", runner)
+    part = cut_in_calls(runner)
     assert part.extra_fields["state"] == "processing_tools"
     assert (runner.counts.started, runner.counts.ended) == ({"book": 1, "look": 1}, {"book": 1})
     output = run_virtual(runner.run(partial_output=part))
@@ -139,7 +122,7 @@ def test_a_once_only_call_ends_before_its_trajectory_is_cancelled_and_other_call
 
 def test_a_call_that_may_run_only_once_and_does_not_end_in_time_is_answered_with_an_error() -> None:
     runner = PartialRunner(ASKING_TURNS, tools={**TOOLS, "book": (OnReplay.ONCE, 100.0)})
-    output = run_virtual(runner.run(partial_output=cut_in("calls", runner)))
+    output = run_virtual(runner.run(partial_output=cut_in_calls(runner)))
     assert runner.counts.started["book"] == 1
     assert [incident.kind for incident in output.incidents] == [IncidentKind.INTERRUPTED_CALL]
     assert "may or may not have taken effect" in output.messages[2]["content"]
@@ -147,7 +130,7 @@ def test_a_call_that_may_run_only_once_and_does_not_end_in_time_is_answered_with
 
 def test_a_trajectory_that_cannot_be_replayed_and_used_a_once_only_tool_is_refused() -> None:
     runner = PartialRunner(ASKING_TURNS, tools={**TOOLS, "look": (OnReplay.RESTART, 0.4)})
-    part = cut_in("calls", runner)
+    part = cut_in_calls(runner)
     with pytest.raises(ReplayMismatch, match="tool 'book' was used and may be used only once"):
         run_virtual(runner.run(partial_output=part))
     assert runner.counts.started["book"] == 1
@@ -168,20 +151,6 @@ def test_a_trajectory_whose_row_changed_starts_again() -> None:
     output = run_virtual(other.run(partial_output=part))
     assert [incident.kind for incident in output.incidents] == [IncidentKind.RESTARTED]
     assert "the loop is not deterministic, or its code was changed" in output.incidents[0].detail
-
-
-@pytest.mark.virtual_time
-async def test_a_server_that_does_not_answer_an_abort_costs_its_tokens_and_a_few_seconds() -> None:
-    runner = PartialRunner(["Hm. " * 60], tools=TOOLS)
-
-    async def abort(request_id: str) -> None:
-        await asyncio.Event().wait()
-
-    runner.servers[0].abort = abort
-    started = asyncio.get_running_loop().time()
-    part = await runner.run(cancel_after_s=1)
-    assert asyncio.get_running_loop().time() - started < 10
-    assert (part.stop_reason, len(part.response_ids)) == (StopReason.CANCELLED, 0)
 
 
 LATENCY_S = 0.4
