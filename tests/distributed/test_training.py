@@ -216,7 +216,6 @@ def test_every_process_of_an_eight_gpu_recipe_sees_the_devices_that_are_planned(
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
     servers = [seen for (seen,) in json.loads((tmp_path / "servers.json").read_text())]
     trainers = [file.read_text() for file in tmp_path.glob("trainer-*")]
     assert places.servers is not None

@@ -191,7 +191,6 @@ def test_ten_steps_train_on_fresh_samples(task_config: Config, model_path: Path,
             weight_transfer=worker.weight_transfer,
         )
         trainer.train()
-
     logs = [entry for entry in trainer.state.log_history if "reward" in entry]
     assert trainer.state.global_step == 10
     assert worker.model_version == 11

@@ -246,7 +246,6 @@ def test_servers_and_an_export_of_a_quantized_base_compute_what_the_trainer_comp
     load_weights(server, dict(adapted(actor)))
     torch.testing.assert_close(logits(server), logits(actor.model), atol=1e-5, rtol=0)
     assert (logits(tiny_policy()) - logits(actor.model)).abs().max() > 1e-3
-
     actor.save(tmp_path / MODEL_FOLDER)
     tiny_tokenizer().save_pretrained(tmp_path / MODEL_FOLDER)
     again = make_actor(config, path=tmp_path / MODEL_FOLDER)

@@ -160,9 +160,7 @@ def test_the_kl_penalty_lowers_each_reward(policy_folder: Path, batch: RolloutBa
     reference_BR = Actor(tiny_policy(), config=config.actor).logprobs(batch)
     kls = [(old_BR - reference_BR)[row][mask.bool()] for row, mask in enumerate(batch["response_mask"])]
     later_penalties = torch.cat([kl.flip(0).cumsum(0) for kl in kls])
-
     metrics = learner.learn(flat)
-
     assert metrics[names.KL_TO_REFERENCE] == pytest.approx(float(torch.cat(kls).mean()), abs=1e-5)
     assert metrics[names.ADVANTAGE_MEAN] == pytest.approx(-0.5 * float(later_penalties.mean()), abs=1e-5)
     assert abs(metrics[names.ADVANTAGE_MEAN]) > 0.01

@@ -69,7 +69,6 @@ def test_the_kl_divergence_matches_its_formula_and_bounds_impossible_tokens(esti
     log_ratios = [-0.2, 1.5, 0.0, 20.0, -20.0]
     """Logarithm of reference / policy; the last token is masked."""
     policy_BT = torch.tensor([policy], dtype=torch.float64, requires_grad=True)
-
     kl_BT = kl_penalty(
         policy_BT,
         reference_logprobs_BT=torch.tensor([reference], dtype=torch.float64),
@@ -77,7 +76,6 @@ def test_the_kl_divergence_matches_its_formula_and_bounds_impossible_tokens(esti
         estimator=estimator,
     )
     kl_BT.sum().backward()
-
     expected = {
         "k1": [-x for x in log_ratios],
         "k2": [x * x / 2 for x in log_ratios],
@@ -98,7 +96,6 @@ def test_the_value_loss_is_the_larger_of_unclipped_and_clipped(clip_range: float
     expected = np.maximum((values - returns) ** 2, (near - returns) ** 2)[mask].mean() / 2
     mask_BT, rows = torch.tensor(mask).long(), torch.arange(5)
     with_garbage_BT = torch.tensor(np.where(mask, values, math.nan)).requires_grad_()
-
     loss, clip_fraction = value_loss(
         with_garbage_BT,
         old_values_BT=torch.tensor(olds),
@@ -108,7 +105,6 @@ def test_the_value_loss_is_the_larger_of_unclipped_and_clipped(clip_range: float
         reduce=Aggregation.of_rows(mask_BT, rows=rows, rollouts_B=rows, mode="token-mean"),
     )
     loss.backward()
-
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-12)
     is_clipped = (near - returns) ** 2 > (values - returns) ** 2
     assert float(clip_fraction) == pytest.approx(is_clipped[mask].mean())

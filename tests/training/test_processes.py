@@ -220,10 +220,8 @@ def test_a_run_that_is_killed_in_the_middle_of_its_forks_resumes_to_the_same_num
     for folder in (whole, killed):
         make_forked(folder)
     run(command, whole)
-
     run(command, killed, returncode=-signal.SIGKILL, KILLED="1")
     output = run([*command, "--resume"], killed).stdout
-
     assert "continuations are in the journal" in output
     timed = ("timing", "time/", "perf/", "agent_loop/", "storage/")
     found, expected = (
