@@ -16,8 +16,9 @@ from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.rows import load_rows
 from agent_loop.runtime.child_process import CommandResult
 from agent_loop.runtime.threads import run_in_thread
-from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
+from agent_loop.servers.scripted import Script, ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.trajectory import Trajectory
+from agent_loop.types import Row
 from agent_loop.workspaces.base import NO_VARIABLES, Workspace, WorkspaceProvider
 from agent_loop.workspaces.folder import FolderWorkspace
 from tests.helpers import hermes_template, small_tokenizer, text_reply, tool_call_reply
@@ -70,12 +71,16 @@ def run_tasks(path: Path, *, workspace: Mapping[str, Any], command: Act | None) 
             return text_reply("Done.")
         return tool_call_reply("shell", command=command(task))
 
-    async def roll_out() -> list[Trajectory]:
+    return roll_out(rows, script, config=config)
+
+
+def roll_out(rows: list[Row], script: Script, *, config: RolloutConfig) -> list[Trajectory]:
+    async def main() -> list[Trajectory]:
         servers = [ScriptedServer(script)]
         async with AgentLoopManager(config, servers=servers, template=hermes_template()) as manager:
             return await manager.run(rows, n=1)
 
-    return asyncio.run(roll_out())
+    return asyncio.run(main())
 
 
 def solve(task: HarborTask) -> str:

@@ -370,11 +370,6 @@ def test_the_same_actions_lead_to_the_same_steps_on_slippery_ice() -> None:
     assert SUITE.solution(row) is None
 
 
-def test_splits_share_no_map() -> None:
-    train, val = (rows_of(f"{MAPS}&size=100&split={split}") for split in ("train", "val"))
-    assert {SUITE.identity(row) for row in train}.isdisjoint(SUITE.identity(row) for row in val)
-
-
 def test_a_row_whose_start_has_changed_is_not_scored() -> None:
     [row] = rows_of(f"{SAFE_LAKE}&size=1")
     row["raw_prompt"] = [row["raw_prompt"][0], {"role": "user", "content": "[S]FFF"}]

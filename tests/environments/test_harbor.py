@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,12 @@ from agent_loop.checks import check_tasks
 from agent_loop.config import RolloutConfig
 from agent_loop.environments.harbor import find_tasks, read_task
 from agent_loop.errors import ConfigError, DataError
-from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.rows import load_rows
-from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row, StopReason
 from agent_loop.workspaces.settings import read_workspace
-from tests.environments.harbor_tasks import RELOCATED, Act, run_tasks, solve, write_task
-from tests.helpers import hermes_template, text_reply
+from tests.environments.harbor_tasks import RELOCATED, Act, roll_out, run_tasks, solve, write_task
+from tests.helpers import text_reply
 
 EXAMPLES = Path("examples/tasks")
 
@@ -276,13 +273,7 @@ def run(rows: list[Row], *, hangs: bool = False) -> list[Trajectory]:
     """Run the rows with a model that answers at once, or never."""
     reply = text_reply("Done.", latency_s=math.inf if hangs else 0.0)
     config = RolloutConfig(prompt_length=512, response_length=64)
-
-    async def roll_out() -> list[Trajectory]:
-        servers = [ScriptedServer(lambda request: reply)]
-        async with AgentLoopManager(config, servers=servers, template=hermes_template()) as manager:
-            return await manager.run(rows, n=1)
-
-    return asyncio.run(roll_out())
+    return roll_out(rows, lambda request: reply, config=config)
 
 
 JUDGES_THE_ANSWER = """\

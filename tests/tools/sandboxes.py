@@ -16,6 +16,7 @@ import pytest
 
 from agent_loop.errors import ConfigError, ToolError
 from agent_loop.tools.python import PythonTool
+from tests.listeners import process_tree
 
 PATIENCE_S = 10.0
 
@@ -96,19 +97,8 @@ def talk(*codes: str, **settings: Any) -> list[Answer]:
 
 
 def descendants(root: int | None = None) -> set[int]:
-    """Return all descendants of a process, by default of this one."""
-    parents: dict[int, int] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal():
-            try:
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            parents[int(folder.name)] = int(fields[1])
-    found = {os.getpid() if root is None else root}
-    while new := {pid for pid, parent in parents.items() if parent in found and pid not in found}:
-        found |= new
-    return found
+    """Return a process, by default this one, and all its descendants."""
+    return set(process_tree(os.getpid() if root is None else root))
 
 
 def left_running(before: set[int]) -> set[int]:

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from agent_loop.runtime.owner import OWNER_VARIABLE, parse_owner
+from tests.listeners import listening_addresses
 
 pytestmark = [
     pytest.mark.containers,
@@ -90,21 +91,9 @@ class Run:
                 found.append(int(folder.name))
         return found
 
-    def listening_ports(self) -> list[str]:
-        """Return the listening sockets that the drivers and their processes hold."""
-        listening = {
-            line.split()[9] for line in Path("/proc/net/tcp").read_text().splitlines() if " 0A " in line
-        }
-        found: list[str] = []
-        for pid in [*(driver.pid for driver in self.drivers), *self.processes()]:
-            for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
-                try:
-                    target = str(descriptor.readlink())
-                except OSError:
-                    continue
-                if target.removeprefix("socket:[").removesuffix("]") in listening:
-                    found.append(f"{pid}: {target}")
-        return found
+    def listening(self) -> list[Any]:
+        """Return the addresses at which the drivers and their processes accept connections."""
+        return listening_addresses([*(driver.pid for driver in self.drivers), *self.processes()])
 
 
 @pytest.fixture
@@ -202,7 +191,7 @@ def test_nothing_is_left_of_200_trajectories_whose_containers_programs_and_drive
 
     assert run.containers("--all", "--external") == []
     wait_until(lambda: not run.processes(), deadline=time.monotonic() + 30)
-    assert run.listening_ports() == []
+    assert run.listening() == []
     [root] = (run.folder / "tmp").glob("agent-loop-workspaces-*")
     assert list(root.iterdir()) == []
 

@@ -68,151 +68,137 @@ ONE: list[dict[str, Any]] = [{"n": 1}]
 NONE: list[dict[str, Any]] = [{}]
 """The arguments of one call without any."""
 
-CALLS: list[tuple[str, list[dict[str, Any]], list[str]]] = [
-    (
+
+def forms(name: str, arguments: list[dict[str, Any]], *texts: str) -> list[tuple[str, Any, str]]:
+    return [(name, arguments, text) for text in texts]
+
+
+CALLS = [
+    *forms(
         "hermes",
         ONE,
-        [
-            '<tool_call>{"name": "f", "arguments": "{\\"n\\": 1}"}</tool_call>',
-            '<tool_call>{"name": "f", "arguments": {"n": 1.0}}</tool_call>',
-        ],
+        '<tool_call>{"name": "f", "arguments": "{\\"n\\": 1}"}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"n": 1.0}}</tool_call>',
     ),
-    (
+    *forms(
         "hermes",
         NONE,
-        [in_hermes('{"name": "f", "arguments": null}'), in_hermes('{"name": "f", "arguments": ""}')],
+        in_hermes('{"name": "f", "arguments": null}'),
+        in_hermes('{"name": "f", "arguments": ""}'),
     ),
-    ("hermes", [{"text": "a\nb"}], [in_hermes('{"name": "f", "parameters": {"text": "a\nb"}}')]),
-    ("hermes", [{"list": [3, 2.5]}], [in_hermes('{"name": "f", "arguments": {"list": [3.0, 2.5]}}')]),
-    (
+    *forms("hermes", [{"text": "a\nb"}], in_hermes('{"name": "f", "parameters": {"text": "a\nb"}}')),
+    *forms("hermes", [{"list": [3, 2.5]}], in_hermes('{"name": "f", "arguments": {"list": [3.0, 2.5]}}')),
+    *forms(
         "hermes",
         [{"text": "</tool_call><tool_call>{</think>"}],
-        [in_hermes('{"name": "f", "arguments": {"text": "</tool_call><tool_call>{</think>"}}')],
+        in_hermes('{"name": "f", "arguments": {"text": "</tool_call><tool_call>{</think>"}}'),
     ),
-    (
+    *forms(
         "llama3_json",
         ONE,
-        [
-            f"<|python_tag|>{LLAMA_CALL}<|eom_id|>",
-            f"{LLAMA_CALL}<|eot_id|>",
-            '{"type": "function", "name": "f", "parameters": {"n": 1}}',
-            '{"type": "function", "function": {"name": "f", "parameters": {"n": 1}}}',
-            '{"name": "f", "arguments": {"n": 1}}',
-            '{"name": "f", "parameters": "{\\"n\\": 1}"}',
-            '{\n  "name": "f",\n  "parameters": {\n    "n": 1\n  }\n}',
-        ],
+        f"<|python_tag|>{LLAMA_CALL}<|eom_id|>",
+        f"{LLAMA_CALL}<|eot_id|>",
+        '{"type": "function", "name": "f", "parameters": {"n": 1}}',
+        '{"type": "function", "function": {"name": "f", "parameters": {"n": 1}}}',
+        '{"name": "f", "arguments": {"n": 1}}',
+        '{"name": "f", "parameters": "{\\"n\\": 1}"}',
+        '{\n  "name": "f",\n  "parameters": {\n    "n": 1\n  }\n}',
     ),
-    ("llama3_json", NONE, ['{"name": "f", "parameters": null}', '{"name": "f"}']),
-    (
+    *forms("llama3_json", NONE, '{"name": "f", "parameters": null}', '{"name": "f"}'),
+    *forms(
         "llama3_json",
         [{"n": 1}, {"n": 2}],
-        [LLAMA_CALL + separator + LLAMA_CALL.replace("1", "2") for separator in ("; ", "\n", "", ";\n")],
+        *(LLAMA_CALL + separator + LLAMA_CALL.replace("1", "2") for separator in ("; ", "\n", "", ";\n")),
     ),
-    (
+    *forms(
         "gpt-oss",
         ONE,
-        [
-            f"<|start|>assistant{GPT_OSS_CALL}",
-            f"assistant{GPT_OSS_CALL}",
-            GPT_OSS_CALL.removesuffix("<|call|>"),
-            ' to=functions.f<|channel|>commentary json<|message|>{"n": 1}<|call|>',
-            '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"n": 1}<|call|>',
-            in_gpt_oss("commentary to=functions.f", '{"n": 1}<|call|>'),
-            in_gpt_oss("commentary <|constrain|>json to=functions.f", '{"n": 1}<|call|>'),
-            in_gpt_oss("commentary to=f", '{"n": 1}<|call|>'),
-            in_gpt_oss("final <|constrain|>functions.f", '{"n": 1}<|return|>'),
-            in_gpt_oss("analysis to=functions.f", '{"n": 1}<|call|>'),
-            f"{GPT_OSS_CALL}<|start|>functions.f to=assistant<|channel|>commentary<|message|><|end|>",
-        ],
+        f"<|start|>assistant{GPT_OSS_CALL}",
+        f"assistant{GPT_OSS_CALL}",
+        GPT_OSS_CALL.removesuffix("<|call|>"),
+        ' to=functions.f<|channel|>commentary json<|message|>{"n": 1}<|call|>',
+        '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"n": 1}<|call|>',
+        in_gpt_oss("commentary to=functions.f", '{"n": 1}<|call|>'),
+        in_gpt_oss("commentary <|constrain|>json to=functions.f", '{"n": 1}<|call|>'),
+        in_gpt_oss("commentary to=f", '{"n": 1}<|call|>'),
+        in_gpt_oss("final <|constrain|>functions.f", '{"n": 1}<|return|>'),
+        in_gpt_oss("analysis to=functions.f", '{"n": 1}<|call|>'),
+        f"{GPT_OSS_CALL}<|start|>functions.f to=assistant<|channel|>commentary<|message|><|end|>",
     ),
-    ("gpt-oss", NONE, [in_gpt_oss("commentary to=functions.f", "<|call|>")]),
-    (
+    *forms("gpt-oss", NONE, in_gpt_oss("commentary to=functions.f", "<|call|>")),
+    *forms(
         "qwen3_coder",
         ONE,
-        [
-            "<tool_call><function=f><parameter=n>1</parameter></function></tool_call>",
-            "<tool_call>\n<function=f>\n<parameter=n>\n1</parameter>\n</function>\n</tool_call>",
-        ],
+        "<tool_call><function=f><parameter=n>1</parameter></function></tool_call>",
+        "<tool_call>\n<function=f>\n<parameter=n>\n1</parameter>\n</function>\n</tool_call>",
     ),
-    ("qwen3_coder", NONE, [in_qwen("null")]),
-    ("qwen3_coder", [{"text": "</tool_call>"}], [in_qwen("<parameter=text>\n</tool_call>\n</parameter>")]),
-    (
-        "qwen3_coder",
-        [{"text": "</parameter> x"}],
-        [in_qwen("<parameter=text>\n</parameter> x\n</parameter>")],
+    *(
+        ("qwen3_coder", [arguments], in_qwen(parameters))
+        for parameters, arguments in (
+            ("null", {}),
+            ("<parameter=text>\n</tool_call>\n</parameter>", {"text": "</tool_call>"}),
+            ("<parameter=text>\n</parameter> x\n</parameter>", {"text": "</parameter> x"}),
+            (f"<parameter=text>\n{SAMPLE}\n</parameter>", {"text": SAMPLE}),
+            (f"<parameter=text>\n{SAMPLE}{SAMPLE}\n</parameter>", {"text": SAMPLE * 2}),
+            ("<parameter=text>\na\n<parameter=n>\n2\n</parameter>", {"text": "a", "n": 2}),
+            ("<parameter=text>\na <parameter=b>\n</parameter>", {"text": "a <parameter=b>"}),
+            ("<parameter=text>\n\na\n\n</parameter>", {"text": "\na\n"}),
+        )
     ),
-    ("qwen3_coder", [{"text": SAMPLE}], [in_qwen(f"<parameter=text>\n{SAMPLE}\n</parameter>")]),
-    ("qwen3_coder", [{"text": SAMPLE * 2}], [in_qwen(f"<parameter=text>\n{SAMPLE}{SAMPLE}\n</parameter>")]),
-    (
-        "qwen3_coder",
-        [{"text": "a", "n": 2}],
-        [in_qwen("<parameter=text>\na\n<parameter=n>\n2\n</parameter>")],
-    ),
-    ("qwen3_coder", [{"text": "a"}] * 2, [SAMPLE.replace("\n</parameter>", "") + SAMPLE]),
-    (
-        "qwen3_coder",
-        [{"text": "a <parameter=b>"}],
-        [in_qwen("<parameter=text>\na <parameter=b>\n</parameter>")],
-    ),
-    ("qwen3_coder", [{"text": "\na\n"}], [in_qwen("<parameter=text>\n\na\n\n</parameter>")]),
-    ("glm", ONE, ['<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>']),
-    ("glm", NONE, [in_glm("{}")]),
-    ("glm", [{"text": "\na\n"}], [in_glm("<arg_key>text</arg_key><arg_value>\na\n</arg_value>")]),
-    (
+    *forms("qwen3_coder", [{"text": "a"}] * 2, SAMPLE.replace("\n</parameter>", "") + SAMPLE),
+    *forms("glm", ONE, '<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>'),
+    *forms("glm", NONE, in_glm("{}")),
+    *forms("glm", [{"text": "\na\n"}], in_glm("<arg_key>text</arg_key><arg_value>\na\n</arg_value>")),
+    *forms(
         "glm",
         [{"text": "a</tool_call>"}],
-        [in_glm("<arg_key>text</arg_key><arg_value>a</tool_call></arg_value>")],
+        in_glm("<arg_key>text</arg_key><arg_value>a</tool_call></arg_value>"),
     ),
-    (
+    *forms(
         "kimi_k2",
         ONE,
-        [
-            in_kimi("call_abc123", '{"name": "f", "arguments": {"n": 1}}'),
-            f"<|tool_calls_section_begin|>{KIMI_CALL}",
-        ],
+        in_kimi("call_abc123", '{"name": "f", "arguments": {"n": 1}}'),
+        f"<|tool_calls_section_begin|>{KIMI_CALL}",
     ),
-    (
+    *forms(
         "kimi_k2",
         NONE,
-        [
-            f"<|tool_call_section_begin|>{in_kimi('functions.f:0', '')}<|tool_call_section_end|>",
-            "<|tool_call_begin|>functions.f:0<|tool_call_end|>",
-        ],
+        f"<|tool_call_section_begin|>{in_kimi('functions.f:0', '')}<|tool_call_section_end|>",
+        "<|tool_call_begin|>functions.f:0<|tool_call_end|>",
     ),
-    ("kimi_k2", [{"text": "<|tool_call_end|>"}], [in_kimi("functions.f:0", '{"text": "<|tool_call_end|>"}')]),
-    (
+    *forms(
+        "kimi_k2", [{"text": "<|tool_call_end|>"}], in_kimi("functions.f:0", '{"text": "<|tool_call_end|>"}')
+    ),
+    *forms(
         "kimi_k3",
         ONE,
-        [
-            '<|open|>response<|sep|><|close|>response<|sep|><|open|>call tool="f"<|sep|>'
-            '<|open|>json type="object"<|sep|>{"n": 1}<|close|>json<|sep|><|close|>call<|sep|>'
-            "<|close|>message<|sep|>"
-        ],
+        '<|open|>response<|sep|><|close|>response<|sep|><|open|>call tool="f"<|sep|>'
+        '<|open|>json type="object"<|sep|>{"n": 1}<|close|>json<|sep|><|close|>call<|sep|>'
+        "<|close|>message<|sep|>",
     ),
-    ("mistral", ONE, ['[TOOL_CALLS]f{"n": 1}', '[TOOL_CALLS] [{"name": "f", "arguments": "{\\"n\\": 1}"}]']),
-    ("mistral", NONE, ["[TOOL_CALLS]f[ARGS]null"]),
-    (
+    *forms(
+        "mistral", ONE, '[TOOL_CALLS]f{"n": 1}', '[TOOL_CALLS] [{"name": "f", "arguments": "{\\"n\\": 1}"}]'
+    ),
+    *forms("mistral", NONE, "[TOOL_CALLS]f[ARGS]null"),
+    *forms(
         "deepseek_v3",
         ONE,
-        [
-            in_deepseek(f'function{SEPARATOR}f\n```json\n{{"n": 1}}\n```\n'),
-            in_deepseek(f'function{SEPARATOR}f\n```json\n"{{\\"n\\": 1}}"\n```'),
-            in_deepseek(f'f{SEPARATOR}{{"n": 1}}'),
-            in_deepseek(f'f{SEPARATOR}\n{{"n": 1}}\n'),
-        ],
+        in_deepseek(f'function{SEPARATOR}f\n```json\n{{"n": 1}}\n```\n'),
+        in_deepseek(f'function{SEPARATOR}f\n```json\n"{{\\"n\\": 1}}"\n```'),
+        in_deepseek(f'f{SEPARATOR}{{"n": 1}}'),
+        in_deepseek(f'f{SEPARATOR}\n{{"n": 1}}\n'),
     ),
-    (
+    *forms(
         "deepseek_v3",
         NONE,
-        [
-            f"{DEEPSEEK.call_open}f{SEPARATOR}{DEEPSEEK.call_close}",
-            f"{DEEPSEEK.call_open}function{SEPARATOR}f{DEEPSEEK.call_close}",
-            f"{DEEPSEEK.call_open}function{SEPARATOR}f\n```json\n\n```{DEEPSEEK.call_close}",
-        ],
+        f"{DEEPSEEK.call_open}f{SEPARATOR}{DEEPSEEK.call_close}",
+        f"{DEEPSEEK.call_open}function{SEPARATOR}f{DEEPSEEK.call_close}",
+        f"{DEEPSEEK.call_open}function{SEPARATOR}f\n```json\n\n```{DEEPSEEK.call_close}",
     ),
-    ("gemma", NONE, ["<|tool_call>call:f<tool_call|>", in_gemma_4(""), in_function_gemma("")]),
+    *forms("gemma", NONE, "<|tool_call>call:f<tool_call|>", in_gemma_4(""), in_function_gemma("")),
     *(
-        ("gemma", [arguments], [in_gemma_4(body), in_function_gemma(body)])
+        ("gemma", [arguments], written(body))
+        for written in (in_gemma_4, in_function_gemma)
         for body, arguments in (
             ("a:True,b:[None],c:1e+20", {"a": True, "b": [None], "c": 1e20}),
             (" a : 1 , b : [ 1 , 2 ] ", {"a": 1, "b": [1, 2]}),
@@ -220,10 +206,10 @@ CALLS: list[tuple[str, list[dict[str, Any]], list[str]]] = [
             ('a:<|"|><tool_call|><end_function_call><|"|>', {"a": "<tool_call|><end_function_call>"}),
         )
     ),
-    ("pythonic", [{"text": "\\d it's\n", "n": 3}], ["[f(text='\\d it\\'s\n', n=\"3\")]"]),
-    ("granite", ONE, ['<tool_call>[{"name": "f", "arguments": {"n": 1}}]']),
+    *forms("pythonic", [{"text": "\\d it's\n", "n": 3}], "[f(text='\\d it\\'s\n', n=\"3\")]"),
+    *forms("granite", ONE, '<tool_call>[{"name": "f", "arguments": {"n": 1}}]'),
 ]
-"""Format, the arguments of the calls of `f`, and completions that hold them and nothing else."""
+"""Format, the arguments of the calls of `f`, and a completion that holds them and nothing else."""
 
 MALFORMED: dict[str, list[str]] = {
     "hermes": [
@@ -377,10 +363,7 @@ PARSED: list[tuple[str, str, ParsedCompletion]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "expected", "text"),
-    [(name, expected, text) for name, expected, texts in CALLS for text in texts],
-)
+@pytest.mark.parametrize(("name", "expected", "text"), CALLS)
 def test_a_call_is_read_in_each_of_its_forms(name: str, expected: list[dict[str, Any]], text: str) -> None:
     parsed = ToolParser.get(name).read(text, tools=TOOLS)
     assert parsed.content == ""
