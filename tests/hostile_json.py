@@ -8,38 +8,18 @@ from collections.abc import Iterator
 from typing import Any
 
 DEEP: Any = json.loads("[" * 150 + "]" * 150)
-VALUES: tuple[Any, ...] = (
-    None,
-    True,
-    7,
-    -1,
-    0,
-    10**20,
-    10**300,
-    1.5,
-    1e308,
-    "",
-    "x",
-    "\x00",
-    "x" * 5000,
-    "<|im_end|>",
-    [],
-    [None],
-    [7],
-    [[]],
-    ["x"],
-    [{}],
-    {},
-    {"": None},
-    {"type": 7},
-    {"type": ["text"], "text": {}},
-    [{"type": "text", "text": 7}],
-    [{"type": "tool_result", "content": 7}],
-    [{"type": "image", "source": {"type": "base64", "media_type": 7, "data": []}}],
-    [{"type": "image_url", "image_url": {"url": "data:;base64,AAAA"}}],
-    DEEP,
+NUMBERS = (True, 7, -1, 0, 10**20, 10**300, 1.5, 1e308)
+TEXTS = ("", "x", "\x00", "x" * 5000, "<|im_end|>")
+LISTS = ([], [None], [7], [[]], ["x"], [{}], DEEP)
+MAPPINGS = ({}, {"": None}, {"type": 7}, {"type": ["text"], "text": {}})
+PARTS = (
+    {"type": "text", "text": 7},
+    {"type": "tool_result", "content": 7},
+    {"type": "image", "source": {"type": "base64", "media_type": 7, "data": []}},
+    {"type": "image_url", "image_url": {"url": "data:;base64,AAAA"}},
 )
-RAW = (
+VALUES: tuple[Any, ...] = (None, *NUMBERS, *TEXTS, *LISTS, *MAPPINGS, *([part] for part in PARTS))
+INVALID = (
     b"",
     b"null",
     b"7",
@@ -49,13 +29,10 @@ RAW = (
     b"NaN",
     b'{"model": NaN}',
     b'{"model": "\\ud800"}',
-    b'{"\\ud800": 1}',
     b"\xff\xfe",
-    b"[" * 100_000,
-    b'{"a":' * 100_000,
-    b'{"model": ' + b"9" * 5000 + b"}",
-    b'{"max_tokens": 1e999}',
 )
+LARGE = (b"[" * 100_000, b'{"a":' * 100_000, b'{"model": ' + b"9" * 5000 + b"}", b'{"max_tokens": 1e999}')
+RAW = (*INVALID, b'{"\\ud800": 1}', *LARGE)
 """Bodies that are not valid JSON, or that contain values which no field accepts."""
 
 

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.agents.programs import programs_folder
+
+FRAMEWORKS = {
+    "langchain": "langchain",
+    "openai_agents": "agents",
+    "pydantic_ai": "pydantic_ai",
+    "smolagents": "smolagents",
+}
+"""The package of each framework. Its tests are left out where it is missing."""
+collect_ignore = [
+    f"test_frameworks_{name}.py" for name, package in FRAMEWORKS.items() if not find_spec(package)
+]
 
 
 @pytest.fixture

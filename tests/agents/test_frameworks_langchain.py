@@ -5,18 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from agent_loop.servers.base import Ability
-from tests.agents.frameworks import ONE_TOOL_TURN, SUM, Recorded, Sum, run_framework
-from tests.helpers import call_text
-from tests.serve.harness import origins
-
-pytest.importorskip("langchain")
 from langchain.agents import create_agent
 from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_anthropic import ChatAnthropic
 from langchain_openai import ChatOpenAI
 from langgraph.prebuilt import create_react_agent
+
+from agent_loop.servers.base import Ability
+from tests.agents.frameworks import ONE_TOOL_TURN, SUM, Recorded, Sum, run_framework
+from tests.helpers import call_text
+from tests.serve.harness import origins
 
 pytestmark = [pytest.mark.agents, pytest.mark.filterwarnings("ignore:create_react_agent has been moved")]
 APIS = ["chat", "responses", "anthropic"]

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import agents as sdk
 import openai
 import pytest
 
@@ -14,7 +15,6 @@ from tests.agents.frameworks import ONE_TOOL_TURN, SUM, Recorded, Sum, run_frame
 from tests.helpers import call_text
 from tests.serve.harness import origins
 
-sdk: Any = pytest.importorskip("agents")
 pytestmark = [pytest.mark.agents, pytest.mark.parametrize("api", ["responses", "chat"])]
 
 ADD = call_text("add", a=1, b=2)

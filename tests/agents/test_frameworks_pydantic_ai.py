@@ -8,18 +8,17 @@ from typing import Any
 
 import anthropic
 import openai
+import pydantic_ai
 import pytest
+from pydantic_ai.models.anthropic import AnthropicModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.providers.anthropic import AnthropicProvider
+from pydantic_ai.providers.openai import OpenAIProvider
 
 from agent_loop.servers.base import Ability
 from tests.agents.frameworks import ONE_TOOL_TURN, SUM, Recorded, Sum, run_framework
 from tests.helpers import call_text
 from tests.serve.harness import origins
-
-pydantic_ai: Any = pytest.importorskip("pydantic_ai")
-from pydantic_ai.models.anthropic import AnthropicModel  # noqa: E402
-from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel  # noqa: E402
-from pydantic_ai.providers.anthropic import AnthropicProvider  # noqa: E402
-from pydantic_ai.providers.openai import OpenAIProvider  # noqa: E402
 
 pytestmark = pytest.mark.agents
 APIS = ["chat", "responses", "anthropic"]

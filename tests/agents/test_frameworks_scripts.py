@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import smolagents
 
 from tests.agents.frameworks import ONE_TOOL_TURN, Recorded, run_framework
 from tests.helpers import call_text, hermes_template
 from tests.serve.harness import origins
 
-smolagents: Any = pytest.importorskip("smolagents")
 pytestmark = pytest.mark.agents
 
 

@@ -16,7 +16,6 @@ from msgspec import structs
 from agent_loop.checks import Reference, check_server
 from agent_loop.checks import server as suite
 from agent_loop.errors import ConfigError, ContractError, ServerError, WeightsError
-from agent_loop.servers.base import ServerHealth
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.servers.scores import TokenScores
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
@@ -54,15 +53,6 @@ def test_the_embedded_server_follows_the_contract(reference: Reference) -> None:
     assert report.named("skipped") == [SCHEMA_CHECK]
 
 
-@pytest.mark.nightly(keep=1)
-@pytest.mark.parametrize("cache", ["per_request", "none"])
-def test_the_embedded_server_follows_the_contract_with_every_cache(reference: Reference, cache: Any) -> None:
-    server = EmbeddedServer(make_model(), config=EmbeddedConfig(max_model_len=LENGTH, cache=cache))
-    report = asyncio.run(check_server(server, max_model_len=LENGTH, reference=reference))
-    report.raise_if_failed()
-    assert report.named("skipped") == [SCHEMA_CHECK]
-
-
 def complete(request: ScriptedRequest) -> ScriptedReply:
     """Return a completion in which each token depends on all earlier tokens."""
     context = request.prompt_ids.tolist()
@@ -78,17 +68,6 @@ def test_the_scripted_server_has_the_abilities_that_it_claims() -> None:
     report = run_virtual(check_server(server, max_model_len=LENGTH, vocab_size=VOCAB))
     report.raise_if_failed()
     assert len(report.named("passed")) >= 12
-
-
-def test_a_server_with_slow_health_checks_follows_the_contract() -> None:
-    class SlowHealth(ScriptedServer):
-        async def health(self) -> ServerHealth:
-            await asyncio.sleep(60.0)
-            return await super().health()
-
-    server = SlowHealth(complete, vocab_size=VOCAB, max_model_len=LENGTH)
-    report = run_virtual(check_server(server, max_model_len=LENGTH, vocab_size=VOCAB, timeout_s=3600.0))
-    report.raise_if_failed()
 
 
 class LosesStopTokens(Embedded):

@@ -69,10 +69,8 @@ class Notes(BaseTool):
 class NoSchema(Notes):
     def __init__(self) -> None:
         super().__init__()
-        self.tool_schema = {
-            "type": "function",
-            "function": {"name": "notes", "parameters": {"type": "banana"}},
-        }
+        function = {"name": "notes", "parameters": {"type": "banana"}}
+        self.tool_schema = {"type": "function", "function": function}
 
 
 class ReturnsNumber(Notes):
@@ -361,10 +359,7 @@ def test_the_checks_of_interactions_need_a_message_of_the_model() -> None:
 
 def run(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["check", "tool", *arguments])
-    return (
-        result.exit_code,
-        result.output if result.exception is None else f"{result.output}{result.exception}",
-    )
+    return result.exit_code, f"{result.output}{result.exception or ''}"
 
 
 def test_the_command_checks_a_tool_by_its_name() -> None:
@@ -380,19 +375,11 @@ def test_the_command_reads_a_config_and_sets_the_exit_code(tmp_path: Path) -> No
         "    async def execute(self, instance_id, parameters, **kwargs):\n"
         "        return ToolResponse(text=self.config['text']), 'high', {}\n"
     )
-    schema = json.dumps(SCHEMA)
-    (tmp_path / "tool.yaml").write_text(f"config: {{text: hello}}\ntool_schema: {schema}\n")
-    code, output = run(
-        f"{tmp_path}/faulty.py:Faulty",
-        "--config",
-        str(tmp_path / "tool.yaml"),
-        "--call",
-        '{"text": "a"}',
-        "--json",
-    )
+    config = tmp_path / "tool.yaml"
+    config.write_text(f"config: {{text: hello}}\ntool_schema: {json.dumps(SCHEMA)}\n")
+    tool, call = f"{tmp_path}/faulty.py:Faulty", '{"text": "a"}'
+    code, output = run(tool, "--config", str(config), "--call", call, "--json")
     assert code == 1
     assert "'high' (str) as its reward; return a finite number, or None" in output
-    code, output = run(f"{tmp_path}/faulty.py:Faulty", "--call", '{"text": "a"}')
-    assert "has no schema; give tool_schema in the YAML" in output
-    code, output = run("calculator", "--call", "[1]")
-    assert "give a JSON object" in output
+    assert "has no schema; give tool_schema in the YAML" in run(tool, "--call", call)[1]
+    assert "give a JSON object" in run("calculator", "--call", "[1]")[1]

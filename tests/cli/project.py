@@ -17,15 +17,15 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from agent_loop.cli import app
 from tests.helpers import small_tokenizer
 
+ROOT = Path(__file__).parents[2]
 AGENT_LOOP = [sys.executable, "-c", "from agent_loop.cli import main; main()"]
 """Command line of `agent-loop`."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Exit code and output of a command."""
+    """Output of a command."""
 
-    exit_code: int
     out: str
     err: str
 

@@ -1,16 +1,9 @@
-"""Commands as a shell runs them: train, rollout, dry runs, settings, verbosity, and what a terminal shows."""
+"""Commands as a shell runs them: train, rollout, dry runs, settings and verbosity."""
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import pty
-import re
 import shlex
-import struct
-import subprocess
-import termios
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from typer.main import get_command
 
 from agent_loop import __version__
-from agent_loop.checks import before_start
 from agent_loop.checks.before_start import (
     BUILT_IN_ESTIMATORS,
     BUILT_IN_LOSSES,
@@ -35,7 +27,7 @@ from agent_loop.training import samplers
 from agent_loop.training.advantages.estimate import estimator_needs
 from agent_loop.training.losses import policy
 from agent_loop.training.registry import ESTIMATORS, POLICY_LOSSES, SAMPLERS
-from tests.cli.project import AGENT_LOOP, Command, make_project
+from tests.cli.project import Command
 
 
 def metrics_of(run_dir: str) -> list[dict]:
@@ -43,19 +35,16 @@ def metrics_of(run_dir: str) -> list[dict]:
 
 
 def test_train_writes_metrics_and_a_model_and_continues_with_resume_alone(command: Command) -> None:
-    result = command("train", "config.yaml")
-    assert result.exit_code == 0, result.err
+    command("train", "config.yaml")
     assert [line["step"] for line in metrics_of("run")] == [1, 2, 3]
     assert AutoModelForCausalLM.from_pretrained("run/checkpoints/step-000003/model").config.hidden_size == 16
-    mixed = command("train", "config.yaml")
-    assert (mixed.exit_code, "holds a run already" in mixed.err) == (2, True)
-    assert command("train", "config.yaml", "--resume", "trainer.total_steps=5").exit_code == 0
+    assert "holds a run already" in command("train", "config.yaml", exit_code=2).err
+    command("train", "config.yaml", "--resume", "trainer.total_steps=5")
     assert [line["step"] for line in metrics_of("run")] == [1, 2, 3, 4, 5]
 
 
 def test_rollout_writes_complete_trajectories(command: Command) -> None:
-    result = command("rollout", "config.yaml", "--max-rows", "3", "-n", "2", "--out", "out/sampled.jsonl")
-    assert result.exit_code == 0, result.err
+    command("rollout", "config.yaml", "--max-rows", "3", "-n", "2", "--out", "out/sampled.jsonl")
     records = [json.loads(line) for line in Path("out/sampled.jsonl").read_text().splitlines()]
     assert [(r["group"], r["rollout"]) for r in records] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     for record in records:
@@ -67,8 +56,9 @@ def test_rollout_writes_complete_trajectories(command: Command) -> None:
 
 
 def test_a_stopped_rollout_keeps_its_finished_trajectories(command: Command) -> None:
-    result = command("rollout", "config.yaml", "reward.function=task.py:breaks", "--out", "sampled.jsonl")
-    assert result.exit_code == 2
+    result = command(
+        "rollout", "config.yaml", "reward.function=task.py:breaks", "--out", "sampled.jsonl", exit_code=2
+    )
     assert "ZeroDivisionError" in result.err
     records = [json.loads(line) for line in Path("sampled.jsonl").read_text().splitlines()]
     assert records
@@ -84,18 +74,18 @@ def test_settings_that_are_checked_against_the_model_and_the_code_are_explained(
         ("rollout.agent.default_agent_loop=tool_agnet", "did you mean 'tool_agent'"),
         ("rollout.prompt_length=40000", "the model has 32768 positions; give at most 32768"),
     ):
-        result = command("train", "config.yaml", override)
-        assert (result.exit_code, complaint in result.err) == (2, True), result.err
+        assert complaint in command("train", "config.yaml", override, exit_code=2).err
 
 
 def test_train_stops_if_every_prompt_is_too_long_and_starts_once_that_is_fixed(command: Command) -> None:
-    result = command("train", "config.yaml", "rollout.prompt_length=1", "rollout.response_length=32")
-    assert result.exit_code == 2
+    result = command(
+        "train", "config.yaml", "rollout.prompt_length=1", "rollout.response_length=32", exit_code=2
+    )
     assert "step 1 has nothing to learn from: the prompts of all 4 trajectories are over" in " ".join(
         result.err.split()
     )
     assert not Path("run/checkpoints").exists()
-    assert command("train", "config.yaml", "trainer.total_steps=1").exit_code == 0
+    command("train", "config.yaml", "trainer.total_steps=1")
 
 
 assert policy  # (registers the losses)
@@ -120,7 +110,6 @@ def test_the_names_that_are_known_without_torch_are_those_of_the_package() -> No
 
 def test_every_check_has_a_line_and_nothing_is_started(command: Command) -> None:
     result = command("train", "config.yaml", "--dry-run")
-    assert result.exit_code == 0, result.err + result.out
     lines = [line for line in result.out.splitlines() if line.startswith("ok")]
     names = ", ".join(line.split(":")[0].split(maxsplit=1)[1] for line in lines)
     parts = (
@@ -133,8 +122,7 @@ def test_every_check_has_a_line_and_nothing_is_started(command: Command) -> None
 
 def test_all_errors_are_printed_at_once(command: Command) -> None:
     arguments = ["algorithm.adv_estimator=gpro", "reward.function=task.py:rewrad", "model.path=modle"]
-    result = command("train", "config.yaml", "--dry-run", *arguments)
-    assert result.exit_code == 2
+    result = command("train", "config.yaml", "--dry-run", *arguments, exit_code=2)
     errors = [line for line in result.out.splitlines() if line.startswith("ERROR")]
     names = [line.split(":")[0].split(maxsplit=1)[1] for line in errors]
     assert names == ["reward", "algorithm", "model", "chat template"]
@@ -143,27 +131,17 @@ def test_all_errors_are_printed_at_once(command: Command) -> None:
 
 def test_rollouts_and_evaluations_are_checked_too(command: Command) -> None:
     for name in ("rollout", "eval"):
-        result = command(name, "config.yaml", "--dry-run")
-        assert (result.exit_code, "everything is there" in result.out) == (0, True), result.err + result.out
-        failed = command(name, "config.yaml", "--dry-run", "reward.function=task.py:rewrad")
-        assert (failed.exit_code, "did you mean 'reward'" in failed.out) == (2, True)
+        assert "everything is there" in command(name, "config.yaml", "--dry-run").out
+        failed = command(name, "config.yaml", "--dry-run", "reward.function=task.py:rewrad", exit_code=2)
+        assert "did you mean 'reward'" in failed.out
     assert not Path("runs").exists()
     assert not Path("trajectories.parquet").exists()
-
-
-def test_large_files_are_read_only_by_a_dry_run(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(before_start, "QUICK_BYTES", 10)
-    Path("rows.jsonl").write_text('{"prompt": "x"}\n{"promp": "y"}\n', encoding="utf-8")
-    result = command("train", "config.yaml", "--dry-run")
-    assert "rows.jsonl" in result.out
-    assert result.exit_code == 2
 
 
 def test_supervised_training_is_checked_before_anything_is_loaded(command: Command) -> None:
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     Path("chats.jsonl").write_text(json.dumps({"messages": messages}), encoding="utf-8")
     result = command("sft", "config.yaml", "sft.files=[chats.jsonl]", "sft.where=reward>=1", "--dry-run")
-    assert result.exit_code == 0, result.err + result.out
     for line in ("sft.files: 1 rows of chats.jsonl", "sft.where: reward>=1", "run folder: run, new"):
         assert line in result.out
     for override, complaint in (
@@ -171,8 +149,8 @@ def test_supervised_training_is_checked_before_anything_is_loaded(command: Comma
         ("sft.where=rewrd>=1", "did you mean 'reward'"),
         ("model.path=absent", "model.path is 'absent'"),
     ):
-        result = command("sft", "config.yaml", "sft.files=[chats.jsonl]", override)
-        assert (result.exit_code, complaint in result.err) == (2, True)
+        result = command("sft", "config.yaml", "sft.files=[chats.jsonl]", override, exit_code=2)
+        assert complaint in result.err
     assert not Path("run").exists()
 
 
@@ -201,7 +179,6 @@ def test_doctor_names_versions_and_how_to_install_what_is_missing(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent))
     result = command("doctor", "--json")
-    assert result.exit_code == 0, result.err
     found = {each["name"]: each for each in json.loads(result.out)}
     assert found["agent-loop"]["found"] == __version__
     assert found["GPU 0"]["found"] == "NVIDIA H100, 81559 MiB, 550.1"
@@ -267,8 +244,7 @@ def test_an_exception_of_a_reward_is_shown_with_its_line_and_row_and_v_shows_all
     Path("own.py").write_text(THROUGH_A_LIBRARY, encoding="utf-8")
     Path("rows.jsonl").write_text('{"prompt": "What is 2 * 3?", "answer": 6}\n', encoding="utf-8")
     arguments = ["config.yaml", "reward.function=own.py:reward", "-n", "1"]
-    short = command("rollout", *arguments)
-    assert short.exit_code == 2
+    short = command("rollout", *arguments, exit_code=2)
     lines = short.err[short.err.index("RolloutError") :].splitlines()
     assert len(lines) <= 5
     assert "first in group=0/rollout=0, 'What is 2 * 3?':" in lines
@@ -277,7 +253,7 @@ def test_an_exception_of_a_reward_is_shown_with_its_line_and_row_and_v_shows_all
     assert lines[-1].startswith("TypeError: the JSON object must be str")
     assert "Traceback" not in short.err
 
-    verbose = command("rollout", *arguments, "-v", "--out", "other.parquet")
+    verbose = command("rollout", *arguments, "-v", "--out", "other.parquet", exit_code=2)
     assert "json/__init__.py" in verbose.err
     assert "RolloutError" in verbose.err
 
@@ -286,88 +262,7 @@ def test_quiet_leaves_the_result(command: Command) -> None:
     loud = command("rollout", "config.yaml", "-n", "1")
     assert "agent-loop view trajectories.parquet" in loud.out
     quiet = command("rollout", "config.yaml", "-n", "1", "-q")
-    assert quiet.exit_code == 0, quiet.err
     assert "6 trajectories in trajectories.parquet" in quiet.out
     assert "agent-loop view" not in quiet.out
-    both = command("rollout", "config.yaml", "-q", "-v")
-    assert both.exit_code == 2
+    both = command("rollout", "config.yaml", "-q", "-v", exit_code=2)
     assert "-v and -q exclude each other" in both.err
-
-
-COLUMNS = 60
-COLOUR = re.compile(r"\x1b\[[0-9;]*(?:3|4|9|10)[0-7]m|\x1b\[38;")
-STYLE = re.compile(r"\x1b\[[0-9;]*m")
-CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r(?=[^\n])")
-TABLE = frozenset("│┃┏┓┡┩└┘├┤━─")
-COMMANDS = {
-    "rollout config.yaml -n 1 --out sampled.parquet": (
-        "ended with",
-        "trajectories",
-        "response_length",
-        "agent-loop view",
-    ),
-    "eval config.yaml -n 2 --out evaluated": ("pass@1", "mean reward", "question 0", "agent-loop view"),
-    "train config.yaml trainer.total_steps=1 trainer.run_dir=run": (
-        "the run is in run",
-        "agent-loop export",
-    ),
-    "plan config.yaml --devices 1x24GB": ("part", "device", "trainer"),
-}
-
-
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("narrow")
-    make_project(folder)
-    return folder
-
-
-def in_terminal(line: str, *, cwd: Path) -> tuple[int, str]:
-    """Run a command in a pseudo-terminal, and return its exit code and what the terminal received."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    environment |= {"NO_COLOR": "1", "TERM": "xterm-256color"}
-    running = subprocess.Popen(
-        [*AGENT_LOOP, *line.split()], cwd=cwd, stdin=theirs, stdout=theirs, stderr=theirs, env=environment
-    )
-    os.close(theirs)
-    received = b""
-    try:
-        while part := os.read(ours, 1 << 16):
-            received += part
-    except OSError:  # Linux reports the end of the other side so
-        pass
-    os.close(ours)
-    return running.wait(), received.decode("utf-8", "replace")
-
-
-@pytest.mark.nightly(keep=1)
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("line", COMMANDS)
-def test_sixty_columns_without_colour_are_enough(project: Path, line: str) -> None:
-    code, received = in_terminal(line, cwd=project)
-    assert code == 0, received
-    assert not COLOUR.search(received)
-    shown = CONTROL.sub("\n", STYLE.sub("", received).replace("\r\n", "\n"))
-    drawn = [each for each in shown.splitlines() if TABLE & {*each}]
-    assert [each for each in drawn if len(each) > COLUMNS or "…" in each] == []
-    flat = " ".join(shown.split())
-    assert [text for text in COMMANDS[line] if text not in flat] == [], shown
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_pipe_gets_plain_lines(project: Path) -> None:
-    for line in (
-        "rollout config.yaml -n 1 --out piped.parquet",
-        "train config.yaml trainer.run_dir=piped -q",
-    ):
-        done = subprocess.run(
-            [*AGENT_LOOP, *line.split()], cwd=project, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        assert "\x1b" not in done.stdout + done.stderr
-        assert "Loading weights" not in done.stderr
-    assert done.stdout == "the run is in piped\n"

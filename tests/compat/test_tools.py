@@ -14,17 +14,12 @@ import yaml
 from agent_loop.config import RolloutConfig
 from agent_loop.errors import DataError
 from agent_loop.integrations.verl import (
-    AgentLoopBase,
-    AgentLoopOutput,
     BaseTool,
     OpenAIFunctionParametersSchema,
     OpenAIFunctionPropertySchema,
     OpenAIFunctionSchema,
     OpenAIFunctionToolSchema,
-    ToolParser,
     ToolResponse,
-    initialize_tools_from_config,
-    register,
 )
 from agent_loop.integrations.verl.gsm8k import NO_PROGRESS_PENALTY
 from agent_loop.rewards.function import RewardFunction
@@ -94,16 +89,6 @@ class SilentTool(BaseTool):
         return instance_id, ToolResponse()
 
 
-class OwnIdTool(SilentTool):
-    """Tool that returns its own instance ids."""
-
-    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        return await super().create("own-id", **kwargs)
-
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        return ToolResponse(text=f"{instance_id} is {self.created[instance_id]}"), 0.0, {}
-
-
 Register = Callable[..., Path]
 
 
@@ -164,62 +149,6 @@ def test_nested_fields_of_a_schema_are_attributes() -> None:
     assert schema.function.parameters.properties["word"].description == "The word."
     assert schema.model_dump(exclude_unset=True) == SCHEMA
     assert type(schema.model_dump()["function"]) is dict
-
-
-@register("two_calls")
-class TwoCalls(AgentLoopBase):
-    """Custom loop that creates and releases a tool around each call, in verl's older and newer form."""
-
-    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
-        [tool] = initialize_tools_from_config(row["tool_file"])
-        parser = ToolParser.get_tool_parser("hermes", self.tokenizer)
-        messages = list(row["raw_prompt"])
-        prompt_ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
-        response_ids: list[int] = []
-        texts: list[str] = []
-        for number in range(2):
-            sampled = await self.server_manager.generate(
-                request_id="r", prompt_ids=prompt_ids + response_ids, sampling_params=sampling_params
-            )
-            response_ids += sampled
-            _, [call] = await parser.extract_tool_calls(sampled)
-            if number == 0:
-                instance_id = await tool.create()
-            else:
-                instance_id, _ = await tool.create(create_kwargs=row["create_kwargs"])
-            response, _, _ = await tool.execute(instance_id, json.loads(call.arguments), agent_data=None)
-            texts.append(str(response))
-            await tool.release(instance_id)
-        return AgentLoopOutput(
-            prompt_ids=prompt_ids,
-            response_ids=response_ids,
-            response_mask=[1] * len(response_ids),
-            num_turns=4,
-            metrics={},
-            extra_fields={"texts": texts},
-        )
-
-
-def two_calls(path: Path, name: str, create_kwargs: dict[str, Any], **arguments: Any) -> list[str]:
-    script = [tool_call_reply(name, **arguments), tool_call_reply(name, **arguments)]
-    trajectory = WorkerHarness(script, agent="two_calls").run_one(
-        tool_file=str(path), create_kwargs=create_kwargs
-    )
-    assert trajectory.output.failure is None
-    return trajectory.output.extra_fields["texts"]
-
-
-def test_the_shipped_gsm8k_tool_is_created_without_a_ground_truth(register_tool: Register) -> None:
-    function = {"name": "calc_gsm8k_reward", "parameters": {"properties": {"answer": {"type": "string"}}}}
-    schema = {"type": "function", "function": function}
-    path = register_tool("verl.tools.gsm8k_tool.Gsm8kTool", schema)
-    texts = two_calls(path, "calc_gsm8k_reward", {"ground_truth": "42"}, answer="42")
-    assert texts == ["Current parsed answer='42' reward=0.0", "Current parsed answer='42' reward=1.0"]
-
-
-def test_a_loop_gets_the_id_that_the_tool_returned(register_tool: Register) -> None:
-    texts = two_calls(register_tool("OwnIdTool"), "look_up", {"color": "blue"}, word="day")
-    assert texts == ["own-id is None", "own-id is blue"]
 
 
 VERL_REGISTRY = """

@@ -1,19 +1,28 @@
+"""Examples as `examples.run` loads them, and runs of an example with its own configuration and a scripted model."""
+
 from __future__ import annotations
 
+import asyncio
 import importlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from agent_loop.config import Config, load_config
+from agent_loop.rewards.function import load_reward
+from agent_loop.rollout.manager import AgentLoopManager
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.tiny_models.tokenizer import train_tokenizer
+from agent_loop.trajectory import Trajectory
 from examples.common.demonstrations import Task
 from examples.run import RECIPES, Recipe, conversations_of, tool_schemas
+from tests.helpers import hermes_template, small_tokenizer
 
 WITHOUT_CONTAINER = ("data.workspace.container=null", "data.workspace.folder=examples/shell_agent/workspace")
 """Settings with which the shell agent works in a folder, so that its tests need no container runtime."""
@@ -47,3 +56,33 @@ def example(request: pytest.FixtureRequest) -> Example:
 def load_task(name: str) -> Any:
     """Import the task of an example."""
     return importlib.import_module(f"examples.{name}.task")
+
+
+def run_scripted(
+    folder: Path,
+    rows: Sequence[Mapping[str, Any]],
+    script: Callable[[ScriptedRequest], ScriptedReply],
+    *,
+    overrides: Sequence[str] = (),
+) -> list[Trajectory]:
+    """Run each row once, and return the trajectories."""
+    config = load_config(folder / "config.yaml", overrides=["rollout.engine=scripted", *overrides])
+    reward = config.reward.function
+    assert reward is not None
+
+    async def roll_out() -> list[Trajectory]:
+        manager = AgentLoopManager(
+            config.rollout,
+            servers=[ScriptedServer(script)],
+            template=hermes_template(),
+            reward=load_reward(reward, timeout_s=5.0),
+        )
+        async with manager:
+            return await manager.run(rows, n=1)
+
+    return asyncio.run(roll_out())
+
+
+def context_of(request: ScriptedRequest) -> str:
+    """Return the text of a request's prompt."""
+    return small_tokenizer().decode(request.prompt_ids.tolist(), skip_special_tokens=False)

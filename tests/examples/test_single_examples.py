@@ -27,8 +27,7 @@ from examples.gsm8k import preprocess
 from examples.guess_the_number.task import GuessTheNumber, solution, val_rows
 from examples.retool.task import PROBLEMS
 from examples.run import EXIT_ERROR, RECIPES, main
-from tests.examples.conftest import load_task
-from tests.examples.scripted import context_of, run_scripted
+from tests.examples.conftest import context_of, load_task, run_scripted
 from tests.helpers import text_reply, tool_call_reply
 from tests.tools.sandboxes import python_tool
 

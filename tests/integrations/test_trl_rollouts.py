@@ -11,6 +11,7 @@ from concurrent.futures import CancelledError
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 
@@ -22,8 +23,6 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
 from tests.helpers import text_reply, tool_call_reply, user
 from tests.integrations.scripted import CONFIG, fake_trainer, rollouts_with, text_of
-
-pytest.importorskip("datasets")
 
 
 def roll_out(
@@ -151,7 +150,6 @@ def test_prompts_of_another_data_set_are_rejected(prompt: Any) -> None:
 
 
 def test_an_adapter_that_cannot_be_merged_is_rejected() -> None:
-    peft = pytest.importorskip("peft")
     rollouts, _ = rollouts_with()
     trainer = fake_trainer()
     trainer.model = peft.get_peft_model(
@@ -162,7 +160,6 @@ def test_an_adapter_that_cannot_be_merged_is_rejected() -> None:
 
 
 def test_adapters_are_published_merged_under_the_names_of_the_model() -> None:
-    peft = pytest.importorskip("peft")
     base = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 3))
     names = [name for name, _ in base.named_parameters()]
     model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["0"], init_lora_weights=False))

@@ -338,7 +338,6 @@ async def test_scores_that_do_not_fit_the_group_are_unreadable(tmp_path: Path, s
 @pytest.mark.slow
 def test_a_served_model_answers_with_a_schema_and_is_unreadable_without_one(tmp_path: Path) -> None:
     """Run `agent-loop serve` with a small random model."""
-    pytest.importorskip("llguidance")
     make_project(tmp_path)
     scale = {"question": "Clear?", "answer": [1, 3], "weight": 2}
     criteria = {"criteria": {"right": {"question": "Right?"}, "clear": scale}}

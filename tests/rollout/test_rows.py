@@ -412,7 +412,8 @@ def test_columns_of_json_are_decoded(kind: str) -> None:
 
 
 def test_folders_that_the_datasets_package_saved_are_read() -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets  # late: it is slow
+
     rows = [{"prompt": MESSAGES, "answer": n, "label": "a"} for n in range(7)]
     dataset = datasets.Dataset.from_list(rows)
     datasets.utils.logging.disable_progress_bar()

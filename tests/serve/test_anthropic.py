@@ -7,6 +7,7 @@ from typing import Any
 
 import anthropic
 import pytest
+from anthropic import beta_async_tool
 from pydantic import BaseModel
 
 from agent_loop.chat.template import ChatTemplate
@@ -208,6 +209,23 @@ def test_thinking_that_is_left_out_is_still_the_models_turn() -> None:
 
     output = run_one(program, "<think>\nHm.\n</think>\n\nYes.", "Done.")
     assert origins(output) == ["prompt", "model", "interaction", "model"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropics_tool_runner_leads_one_conversation(stream: bool) -> None:
+    @beta_async_tool
+    async def add(a: int, b: int) -> str:
+        """Add two numbers."""
+        return str(a + b)
+
+    async def program(claude: Any) -> None:
+        asked: Any = {"model": "claude", "max_tokens": 256, "messages": user("1 + 2?"), "tools": [add]}
+        final = await claude.beta.messages.tool_runner(**asked, stream=stream).until_done()
+        assert final.content[-1].text == "It is 3."
+
+    output = run_one(program, tool_call_reply("add", a=1, b=2), "It is 3.")
+    assert origins(output) == ["prompt", "model", "tool", "model"]
+    assert output.messages[2]["content"] == "3"
 
 
 class Sum(BaseModel):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import ResponseStreamEvent
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
 from agent_loop.serve.responses_requests import (
     CallRecord,
@@ -21,6 +21,8 @@ from agent_loop.serve.responses_requests import (
     translate_response,
     write_encrypted,
 )
+from agent_loop.servers.base import Ability
+from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.types import StopReason
 from tests.harness import examples
 from tests.helpers import call_text, encoded, roles, text_reply, user
@@ -132,6 +134,24 @@ def test_custom_and_grouped_tools_come_back_as_the_client_declared_them() -> Non
     output = run_one(program, "".join([*calls, call_text("apply_patch", patch="*** a")]), "Done.")
     assert origins(output) == ["prompt", "model", "tool", "model"]
     assert output.messages[0]["role"] == "user"  # the tools are in the prompt, not in a message
+
+
+def test_parse_with_a_text_format_returns_a_model() -> None:
+    class Sum(BaseModel):
+        value: int
+
+    async def program(client: Any) -> None:
+        first = await client.responses.parse(model=MODEL, input="1 + 2?", text_format=Sum)
+        assert first.output_parsed == Sum(value=3)
+        items = [*user("1 + 2?"), *first.output, *user("more")]
+        async with client.responses.stream(model=MODEL, input=items, text_format=Sum) as stream:
+            assert (await stream.get_final_response()).output_parsed == Sum(value=4)
+
+    script = in_order('{"value": 3}', '{"value": 4}')
+    server = ScriptedServer(script, streams=True, more_abilities=[Ability.JSON_SCHEMA])
+    [trajectory] = ProgramHarness([server]).run_virtual(program)
+    assert origins(trajectory.output) == ["prompt", "model", "interaction", "model"]
+    assert all('"value"' in request.sampling_params.json_schema for request in server.requests)
 
 
 def test_encrypted_reasoning_comes_back_without_a_store() -> None:

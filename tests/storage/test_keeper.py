@@ -132,7 +132,8 @@ def code(language: str, number: int) -> str:
 
 
 def test_the_queries_of_the_page_run(run: Path) -> None:
-    duckdb = pytest.importorskip("duckdb")
+    import duckdb  # late: only this test needs it
+
     first, second, _ = code("sql", 0).split(";")
     assert sorted(duckdb.sql(first).fetchall()) == [
         (1, "answered", 1, 0.1),
@@ -145,8 +146,6 @@ def test_the_queries_of_the_page_run(run: Path) -> None:
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_the_programs_of_the_page_run(run: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("pandas")
-    pytest.importorskip("datasets")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(run / "cache"))
     program = code("python", number).replace("group=3/rollout=1", "group=0/rollout=0")
     program = program.replace('load_dataset("parquet", ', f'load_dataset("parquet", cache_dir={str(run)!r}, ')

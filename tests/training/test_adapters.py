@@ -233,7 +233,6 @@ def logits(model: Any) -> Tensor:
 def test_servers_and_an_export_of_a_quantized_base_compute_what_the_trainer_computes(
     batch: RolloutBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("bitsandbytes", reason='needs pip install "agent-loop[bitsandbytes]"')
     # as on a CPU with AVX-512 BF16, which repacks the weights for inference and refuses the widths of this model
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
     tiny_policy().save_pretrained(tmp_path / "base")

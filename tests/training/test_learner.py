@@ -373,7 +373,6 @@ def num_bytes(optimizer: Optimizer) -> int:
 
 
 def test_a_state_of_8_bits_follows_one_of_32() -> None:
-    pytest.importorskip("bitsandbytes")
     (exact, expected), (quantised, found) = optimized(32), optimized(8)
     torch.manual_seed(0)
     moved_by = (expected.detach() - torch.randn(SIZE)).abs().mean()
@@ -383,8 +382,6 @@ def test_a_state_of_8_bits_follows_one_of_32() -> None:
 
 @pytest.mark.parametrize("bits", [8, 32])
 def test_an_optimizer_resumes_exactly_from_a_saved_state(bits: int) -> None:
-    if bits == 8:
-        pytest.importorskip("bitsandbytes")
     first, weight = optimized(bits)
     other_weight = torch.nn.Parameter(weight.detach().clone())
     second = make_optimizer(other_weight, bits=bits)

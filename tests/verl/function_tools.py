@@ -1,8 +1,6 @@
-"""Function tools of a user of verl: one that answers, and one that never returns."""
+"""Function tool of a user of verl."""
 
 from __future__ import annotations
-
-import asyncio
 
 from verl.tools.function_tool import function_tool
 
@@ -15,10 +13,3 @@ def shout(text: str) -> str:
         text: The text.
     """
     return text.upper()
-
-
-@function_tool
-async def wait_for_ever() -> str:
-    """Wait for ever."""
-    await asyncio.Event().wait()
-    return ""

@@ -28,14 +28,10 @@ from verl.workers.rollout.replica import TokenOutput
 
 import tests.verl.user_code  # noqa: F401  (registers a loop)
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.config import MultiTurnConfig, RolloutConfig
 from agent_loop.integrations.verl.loops import ContinuousTokens
 from agent_loop.integrations.verl.manager.worker import VerlRolloutWorker
-from agent_loop.rollout.manager import AgentLoopManager
-from agent_loop.rollout.rows import load_rows
 from agent_loop.servers.embedded.server import EmbeddedServer
-from agent_loop.servers.scripted import ScriptedServer
-from tests.helpers import call_text, encoded, hermes_template, small_tokenizer, text_reply
+from tests.helpers import call_text, encoded, small_tokenizer
 from tests.verl.harness import (
     ScriptedClient,
     assert_same,
@@ -189,11 +185,6 @@ async def test_a_conversation_has_verls_tokens(replies: list[dict[str, Any]], pr
 
 VERSIONS = dict.fromkeys(("global_steps", "min_global_steps", "max_global_steps"))
 """Fields that verl's client adds to completions of servers without versions."""
-TOOLS_YAML = """
-tools:
-  - class_name: "verl.tools.gsm8k_tool.Gsm8kTool"
-    config: {type: native}
-"""
 
 
 class EngineClient:
@@ -238,18 +229,6 @@ async def test_a_real_engine_gives_both_managers_the_same_batch_of_a_gsm8k_file(
     for batch in (ours, verls):
         batch.meta_info["timing"] = dict.fromkeys(batch.meta_info.pop("metrics")[0])
     assert_same(ours, verls)
-
-
-async def test_the_same_file_runs_in_this_package(gsm8k: Path, tmp_path: Path) -> None:
-    (tmp_path / "tools.yaml").write_text(TOOLS_YAML)
-    multi_turn = MultiTurnConfig(tool_config_path=str(tmp_path / "tools.yaml"))
-    rows = load_rows([str(gsm8k)], prompt_key="prompt")
-    config = RolloutConfig(prompt_length=800, response_length=64, multi_turn=multi_turn)
-    server = ScriptedServer(lambda request: text_reply("#### 2"))
-    async with AgentLoopManager(config, servers=[server], template=hermes_template()) as manager:
-        batch = await manager.generate_sequences(rows)
-    assert len(batch) == 4
-    assert set(batch["data_source"]) == {"openai/gsm8k"}
 
 
 @pytest.fixture(scope="module")

@@ -61,17 +61,6 @@ def test_an_interaction_yaml_of_an_earlier_verl_continues_the_conversation(model
     assert output.non_tensor_batch["__num_turns__"].tolist() == [4]
 
 
-def test_a_tool_that_hangs_ends_its_call_at_the_time_limit(model: Path) -> None:
-    config = verl_config(
-        model,
-        multi_turn__function_tool_path=str(FOLDER / "function_tools.py"),
-        agent__default_agent_loop="tool_agent",
-    )
-    OmegaConf.update(config, "agent_loop_config.rollout.multi_turn.tool_timeout_s", 0.2, force_add=True)
-    output = run_ours(config, calling("wait_for_ever"), batch_of(["a"]))
-    assert output.non_tensor_batch["__num_turns__"].tolist() == [4]
-
-
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [

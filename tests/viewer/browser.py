@@ -15,22 +15,11 @@ from typing import Any
 
 COMMAND = [sys.executable, "-c", "from agent_loop.cli import main; main()", "view"]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-ARGUMENTS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+HEADLESS = """
+    --headless --no-sandbox --disable-gpu --disable-quic --no-first-run
+    --disable-background-networking --disable-component-update --disable-sync
+"""
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
-
-
-def browser_path() -> str:
-    """Return the path of an installed browser; empty if there is none."""
-    return next((path for name in BROWSERS if (path := shutil.which(name))), "")
 
 
 @contextmanager
@@ -38,10 +27,10 @@ def open_browser() -> Generator[Any]:
     """Start a headless browser until the body ends."""
     from playwright.sync_api import sync_playwright  # late: needed by the tests with a browser alone
 
-    path = browser_path()
+    path = next((path for name in BROWSERS if (path := shutil.which(name))), "")
     assert path, "no browser is installed; `make install-browser` installs one"
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+        browser = playwright.chromium.launch(executable_path=path, args=HEADLESS.split())
         yield browser
         browser.close()
 

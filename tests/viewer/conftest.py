@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.viewer.browser import Viewer, viewing
-from tests.viewer.synthetic import write_long, write_run
+from tests.viewer.synthetic import write_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,11 +16,6 @@ ROOT = Path(__file__).parents[2]
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a small run that no test changes."""
     return write_run(tmp_path_factory.mktemp("run"))
-
-
-@pytest.fixture(scope="session")
-def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_long(tmp_path_factory.mktemp("long"), num_tokens=100_000)
 
 
 @pytest.fixture

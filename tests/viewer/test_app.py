@@ -21,11 +21,10 @@ import agent_loop.viewer
 from agent_loop.cli import main
 from agent_loop.errors import ConfigError
 from agent_loop.viewer import command, export
-from agent_loop.viewer.app import HANDLERS, create_viewer_app
+from agent_loop.viewer.app import create_viewer_app
 from agent_loop.viewer.export import write_export
 from agent_loop.viewer.pages import static_files
 from agent_loop.viewer.source import RunSource
-from tests.harness import thinned
 from tests.viewer.browser import viewing
 
 
@@ -108,22 +107,6 @@ def test_the_api_returns_the_data_of_the_run(client: TestClient) -> None:
     assert client.get("/api/metrics", params={"cursor": part["cursor"]}).json()["lines"] == []
     assert len(client.get("/api/timeline?split=train&step=2").json()) == 16
     assert client.get("/api/table?files=0,1").headers["content-type"] == "application/octet-stream"
-
-
-HOSTILE = ["", "-1", "9" * 5000, "NaN", "\u0663", "1,2,,3", "%00", "%ff", "../../etc/passwd", "'\"<script>"]
-
-
-@pytest.mark.parametrize("name", [*HANDLERS, "none"])
-def test_any_query_gets_a_response_or_a_client_error(run_folder: Path, name: str) -> None:
-    app = create_viewer_app(RunSource(run_folder), hosts=None)
-    client = TestClient(app, raise_server_exceptions=False)
-    usual = {"files": "0", "text": "a", "split": "train", "step": "1", "id": "x", "cursor": ""}
-    for field in usual:
-        for value in thinned(HOSTILE, step=4):
-            query = "&".join(f"{key}={given}" for key, given in {**usual, field: value}.items())
-            reply = client.get(f"/api/{name}?{query}")
-            assert reply.status_code in (200, 400, 404), (field, value[:80], reply.text[:200])
-            assert reply.status_code == 200 or (reply.json()["error"] and len(reply.text) < 500)
 
 
 def test_means_count_a_rollout_with_branches_once() -> None:

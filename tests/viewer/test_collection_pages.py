@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.viewer.browser import Viewer, serious_faults, shoot, viewing
-from tests.viewer.synthetic import RATES, prompt_of, write_collection, write_training
+from tests.viewer.synthetic import prompt_of, write_collection
 
 pytestmark = pytest.mark.browser
 
@@ -130,21 +130,3 @@ def test_flips_show_both_conversations_beside_each_other(page: Any, viewer: View
     assert "flip=fail" in page.url
     page.locator(".pair-grid a").nth(1).click()
     page.locator(".conversation", has_text="Part 3 is on shelf 4.").wait_for()
-
-
-def test_validations_of_two_steps_of_a_run_are_compared(page: Any, viewer: Viewer) -> None:
-    open_page(page, viewer, "validations")
-    page.get_by_role("link", name="flips").click()
-    page.locator("main", has_text="6 rows pass that failed").or_(
-        page.locator("main", has_text="6 rows fail that passed")
-    ).wait_for()
-
-
-def test_a_run_that_appears_is_added(page: Any, collection: Path, tmp_path: Path) -> None:
-    for seed in (0, 1):
-        write_training(tmp_path / f"run-{seed}", rate=RATES["low"], seed=seed)
-    with viewing(tmp_path) as viewer:
-        page.goto(viewer.url)
-        page.locator("table.runs tbody tr").nth(1).wait_for()
-        write_training(tmp_path / "run-2", rate=RATES["low"], seed=2)
-        page.locator("table.runs tbody tr", has_text="run-2").wait_for(timeout=15_000)

@@ -49,40 +49,28 @@ def stored_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
+def test_only_the_page_may_start_a_fork_and_a_wrong_request_gets_a_reason(
+    client: TestClient, forks: Forks
+) -> None:
+    token = {"x-viewer-token": forks.token}
+    for headers, status in (
         ({}, 403),
         ({"x-viewer-token": "guess"}, 403),
-        ({"x-viewer-token": "TOKEN", "origin": "http://evil.example"}, 403),
-        ({"x-viewer-token": "TOKEN", "host": "evil.example"}, 421),
-        ({"x-viewer-token": "TOKEN", "content-type": "text/plain"}, 415),
-    ],
-)
-def test_only_the_page_may_start_a_fork(
-    client: TestClient, forks: Forks, headers: dict[str, str], status: int
-) -> None:
-    given = {name: value.replace("TOKEN", forks.token) for name, value in headers.items()}
-    reply = client.post("/api/fork", json=GIVEN, headers=given)
-    assert (reply.status_code, bool(reply.json()["error"])) == (status, True)
+        (token | {"origin": "http://evil.example"}, 403),
+        (token | {"host": "evil.example"}, 421),
+        (token | {"content-type": "text/plain"}, 415),
+    ):
+        reply = client.post("/api/fork", json=GIVEN, headers=headers)
+        assert (reply.status_code, bool(reply.json()["error"])) == (status, True)
     assert client.get("/api/fork").status_code == 405
-
-
-@pytest.mark.parametrize(
-    ("change", "status", "message"),
-    [
+    for change, status, message in (
         ({"turn": "first"}, 400, "Expected `int`"),
         ({"id": "group=9/rollout=9"}, 404, "no trajectory group=9/rollout=9"),
         ({"text": "x" * MAX_BODY_BYTES}, 413, "too long"),
-    ],
-)
-def test_a_wrong_request_gets_a_reason(
-    client: TestClient, forks: Forks, change: dict[str, Any], status: int, message: str
-) -> None:
-    headers = {"x-viewer-token": forks.token, "origin": "http://127.0.0.1:7321"}
-    reply = client.post("/api/fork", json=GIVEN | change, headers=headers)
-    assert reply.status_code == status
-    assert message in reply.json()["error"]
+    ):
+        headers = token | {"origin": "http://127.0.0.1:7321"}
+        reply = client.post("/api/fork", json=GIVEN | change, headers=headers)
+        assert (reply.status_code, message in reply.json()["error"]) == (status, True)
 
 
 def test_a_viewer_without_a_server_says_how_to_give_one(run_folder: Path) -> None:
@@ -93,21 +81,13 @@ def test_a_viewer_without_a_server_says_how_to_give_one(run_folder: Path) -> Non
     assert client.post("/api/fork", json=GIVEN).status_code == 503
 
 
-@pytest.mark.parametrize(
-    ("server", "host", "message"),
-    [
-        ("localhost:8000", "127.0.0.1", "give the URL of a server"),
-        ("http://localhost:8000", "0.0.0.0", "lets others open it"),
-    ],
-)
-def test_a_server_that_cannot_be_used_is_refused(
-    run_folder: Path, server: str, host: str, message: str
+def test_a_server_that_cannot_be_used_and_a_run_without_settings_are_refused(
+    run_folder: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Forks(RunSource(run_folder), server=server, host=host)
-
-
-def test_a_run_without_settings_cannot_be_forked(run_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give the URL of a server"):
+        Forks(RunSource(run_folder), server="localhost:8000", host="127.0.0.1")
+    with pytest.raises(ConfigError, match="lets others open it"):
+        Forks(RunSource(run_folder), server="http://localhost:8000", host="0.0.0.0")
     path = tmp_path / "alone.parquet"
     path.write_bytes(next(run_folder.rglob("*.parquet")).read_bytes())
     with pytest.raises(DataError, match="needs the settings of the run"):
