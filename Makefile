@@ -10,7 +10,7 @@ EXTRAS_INSTALLED := $(addprefix $(INSTALLED)-,$(subst $(COMMA), ,$(EXTRAS)))
 # Each worker runs neighbouring tests, which share fixtures; one that is done takes half of what the other has left.
 PARALLEL := -n 2 --dist worksteal
 # Suites that `make test` and `make test-slow` leave to targets of their own.
-OTHERS := ray or integrations or browser or containers or agents or environments or verl
+OTHERS := ray or integrations or browser or containers or agents or environments or verl or tinker
 # Every run shows its slowest tests and why tests were skipped.
 SHOWN := --durations=15 -rs
 # Tests of real processes have more time and are retried once, and the summary lists every retry.
@@ -18,7 +18,7 @@ RETRY := --timeout=120 --durations=15 --reruns 1 -rRs
 # Without bytecode, each of the hundreds of processes that the tests start would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install nightly install-ray install-integrations install-browser install-docs install-extras install-containers demo test test-slow test-engines test-ray test-integrations test-browser test-agents test-environments test-verl test-containers test-gpu offline check format bench bench-verl docs test-docs clean
+.PHONY: help install nightly install-ray install-integrations install-browser install-docs install-extras install-containers demo test test-slow test-engines test-ray test-integrations test-browser test-agents test-environments test-verl test-tinker test-containers test-gpu offline check format bench bench-verl docs test-docs clean
 
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -47,7 +47,7 @@ test-slow: $(INSTALLED)  ## Run the tests that take long: crashes, sandbox escap
 
 nightly: check install-extras install-browser install-containers  ## Run everything: all cases of sweeps, all examples of properties, every suite, environments and verl included.
 	$(BIN)/python -m pytest $(PARALLEL) -m "slow or not ($(OTHERS))" --hypothesis-profile=full --timeout=1200 --reruns 1 -rRs
-	$(MAKE) test-engines test-ray test-integrations test-browser test-docs test-containers test-agents test-environments test-verl
+	$(MAKE) test-engines test-ray test-integrations test-browser test-docs test-containers test-agents test-environments test-verl test-tinker
 
 test-engines: test-vllm test-sglang  ## Run the tests of real engines (CPU builds), each in an environment of its own.
 
@@ -88,6 +88,9 @@ test-environments: $(VENV)-environments/.installed  ## Play environments that ot
 test-verl: $(VENV)-verl/.installed  ## Run rollouts inside verl's trainer, in an environment of its own (3 GB).
 	$(VENV)-verl/bin/python -m pytest -m verl -W default $(RETRY) tests/verl
 
+test-tinker: $(VENV)-tinker/.installed  ## Run Tinker's SDK against `agent-loop tinker`, in an environment of its own (2 GB).
+	$(VENV)-tinker/bin/python -m pytest -m tinker $(RETRY) tests/tinker
+
 test-containers: install-containers  ## Run the tests in containers of Podman; installs it with apt-get.
 	$(BIN)/python -m pytest -m containers $(RETRY) tests/environments/test_harbor.py tests/examples tests/workspaces
 
@@ -104,7 +107,8 @@ $(EXTRAS_INSTALLED): $(INSTALLED)-%: $(INSTALLED)
 $(VENV)-agents/.installed: tests/agents/install_agents.sh pyproject.toml
 $(VENV)-environments/.installed: tests/environments/install_environments.sh pyproject.toml
 $(VENV)-verl/.installed: benchmarks/install_verl.sh pyproject.toml
-$(VENV)-agents/.installed $(VENV)-environments/.installed $(VENV)-verl/.installed:
+$(VENV)-tinker/.installed: tests/tinker/install_tinker.sh pyproject.toml
+$(VENV)-agents/.installed $(VENV)-environments/.installed $(VENV)-verl/.installed $(VENV)-tinker/.installed:
 	rm -rf $(@D)
 	PYTHON=$(PYTHON) bash $< $(@D)
 	@touch $@

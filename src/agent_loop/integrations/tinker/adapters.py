@@ -238,7 +238,7 @@ class AdapterTrainer:
     def _check(self, data: Sequence[Datum], loss: Loss) -> None:
         wanted = {TARGETS, *loss.inputs}
         for number, datum in enumerate(data):
-            if datum.inputs.keys() != wanted:
+            if set(datum.inputs) != wanted:
                 raise DataError(
                     f"datum {number} has loss_fn_inputs {', '.join(sorted(datum.inputs))}, but {loss.name} takes "
                     f"{', '.join(sorted(wanted))}"

@@ -64,7 +64,7 @@ class SampledSequence:
 def read_training_data(body: bytes) -> TrainingData:
     """Parse a request for a forward and a backward pass."""
     try:
-        message = _message("ForwardBackwardRequest").FromString(body)
+        message = message_class("ForwardBackwardRequest").FromString(body)
     except Exception as error:
         raise DataError(f"the body is not a ForwardBackwardRequest: {error}") from error
     settings: dict[str, float | str] = {entry.key: entry.value for entry in message.loss_fn_config}
@@ -79,7 +79,7 @@ def read_training_data(body: bytes) -> TrainingData:
 
 def write_outputs(logprobs: Sequence[FloatArray], *, metrics: Mapping[str, float]) -> bytes:
     """Return the result of a forward pass: the log-probs of the targets of each datum, [T] or [T, K], and metrics."""
-    output = _message("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
+    output = message_class("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
     for trailing_shape, run in groupby(logprobs, key=lambda array: array.shape[1:]):
         arrays = list(run)
         ends = np.cumsum([0, *(array.nbytes for array in arrays)], dtype=np.int64)
@@ -100,7 +100,7 @@ def write_samples(
     top_of_prompt: tuple[IntArray, FloatArray] | None = None,
 ) -> bytes:
     """Return the result of sampling. Prompt log-probs are NaN where there is none."""
-    reply = _message("SampleResponse")()
+    reply = message_class("SampleResponse")()
     for sequence in sequences:
         written = reply.sequences.add(
             stop_reason=_STOP_REASONS[sequence.stop_reason],
@@ -198,8 +198,8 @@ _PACKAGE = "agent_loop.tinker"
 
 
 @cache
-def _message(name: str) -> Any:
-    """Return the class of a message."""
+def message_class(name: str) -> Any:
+    """Return the class of a message of the Tinker API."""
     return message_factory.GetMessageClass(_descriptors().FindMessageTypeByName(f"{_PACKAGE}.{name}"))
 
 
