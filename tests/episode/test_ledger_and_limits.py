@@ -97,7 +97,7 @@ def test_a_turn_whose_tools_exceed_its_time_limit_ends_the_trajectory() -> None:
 
 
 def test_the_time_limit_of_a_trajectory_ends_it_without_an_incident_of_a_turn() -> None:
-    limits = {"generate_timeout_s": 60.0, "turn_timeout_s": 70.0, "deadline_s": 50.0}
+    limits: dict[str, Any] = {"generate_timeout_s": 60.0, "turn_timeout_s": 70.0, "deadline_s": 50.0}
     output = WorkerHarness([text_reply("abcdefgh", latency_s=100.0)], **limits).run_one().output
     assert (output.stop_reason, kinds(output)) == (StopReason.DEADLINE, [IncidentKind.CUT_TURN])
 

@@ -30,7 +30,7 @@ from tests.rewards.judges import answer, judged_by, output_saying
 from tests.rollout.harness import error_of
 
 OUTPUT = AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1])
-ROW = {"answer": "4"}
+ROW = {"solution": "4"}
 
 
 def score_of(returned: Any) -> Score:
@@ -157,7 +157,6 @@ def hostile(output, row):
 def at_times(outputs, rows):
     return [1.0 if output.answer == "4" else "nothing" for output in outputs]
 """
-ROW = {"solution": "4"}
 
 
 @pytest.fixture

@@ -256,25 +256,6 @@ async def test_context_variables_are_passed_to_the_code_and_back() -> None:
     assert (await run_bounded(code, timeout_s=LIMIT_S), COLOR.get()) == ("red", "blue")
 
 
-async def test_nested_code_is_cancelled_with_its_caller() -> None:
-    seen: list[str] = []
-
-    async def inner() -> None:
-        try:
-            await asyncio.sleep(100)
-        except asyncio.CancelledError:
-            seen.append("cancelled")
-            raise
-
-    async def outer() -> Any:
-        return await run_bounded(inner, timeout_s=None)
-
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(1):
-            await run_bounded(outer, timeout_s=None)
-    assert (seen, asyncio.get_running_loop().time()) == (["cancelled"], 1)
-
-
 def test_hanging_functions_do_not_block_other_functions() -> None:
     release = threading.Event()
 
