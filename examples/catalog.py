@@ -86,7 +86,7 @@ RECIPES = {
     ),
     "word_problems": Recipe(
         "word problems with a calculator, for a pretrained model of 268 million weights",
-        warm_start_steps=64,
+        warm_start_steps=128,
         habit=Habit(first_step_share=0.5, later_step_share=1.0),
         least_after=0.90,
         most_before=0.60,

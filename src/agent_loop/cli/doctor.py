@@ -25,8 +25,7 @@ CORE = ("torch", "transformers", "tokenizers", "numpy", "pyarrow")
 OPTIONAL = (
     ("ray", "ray", "trainer.runtime: ray"),
     ("peft", "lora", "model.lora_rank"),
-    ("starlette", "serve", "agent-loop serve, agents on the OpenAI API"),
-    ("starlette", "view", "agent-loop view"),
+    ("starlette", "serve", "agent-loop serve and view, agents on the OpenAI API"),
     ("llguidance", "grammar", "JSON schemas and forced calls on the embedded engine"),
     ("mcp", "mcp", "tools of MCP servers"),
     ("pillow", "vision", "images"),
