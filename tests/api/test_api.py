@@ -47,12 +47,8 @@ def test_a_rollout_of_rows_in_memory_is_scored_and_shown_as_html(project: Path) 
     assert repr(found.show(3)).startswith(f"{found[3].trajectory_id} · reward")
     assert f"{found[3].trajectory_id} · reward {found[3].reward:g}" in one
     assert one.count("log-prob -") == len(found[3].output.response_ids)
-
-
-def test_the_html_shows_messages_as_text_and_not_as_markup(project: Path) -> None:
-    page = rollout_sync(
-        project, [{"prompt": "<script>alert(1)</script>"}], n=1, console=quiet()
-    )._repr_html_()
+    rows = [{"prompt": "<script>alert(1)</script>"}]
+    page = rollout_sync(project, rows, n=1, console=quiet())._repr_html_()
     assert "<script" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
 
@@ -63,21 +59,14 @@ def test_rows_default_to_the_files_of_the_configuration(project: Path) -> None:
     assert len(evaluation.rows) == 6
     rows = load_rows("rows.jsonl")
     assert evaluate_sync(project, rows[:2], n=3, console=quiet()).rows[1].num_scored == 3
-
-
-def test_settings_may_be_given_as_mappings(project: Path) -> None:
     settings: dict[str, Any] = yaml.safe_load(project.read_text(encoding="utf-8"))
     settings["rollout"]["n"] = 1
     assert len(rollout_sync(settings, "rows.jsonl", console=quiet())) == 6
 
 
-def test_the_sync_twins_work_while_an_event_loop_is_running(project: Path) -> None:
-    async def cell() -> tuple[int, int]:
-        return len(rollout_sync(project, ROWS, n=1, console=quiet())), len(
-            await rollout(project, ROWS, n=1, console=quiet())
-        )
-
-    assert asyncio.run(cell()) == (2, 2)
+async def test_the_sync_twins_work_while_an_event_loop_is_running(project: Path) -> None:
+    assert len(rollout_sync(project, ROWS, n=1, console=quiet())) == 2
+    assert len(await rollout(project, ROWS, n=1, console=quiet())) == 2
 
 
 def test_a_trainer_trains_and_resumes(project: Path) -> None:
@@ -98,18 +87,17 @@ def test_mistakes_are_named_before_anything_starts(project: Path) -> None:
         evaluate_sync({"model": {"path": "model"}}, console=quiet())
 
 
-def test_an_error_in_the_other_thread_is_raised_in_the_caller() -> None:
+async def test_an_error_in_the_other_thread_is_raised_in_the_caller() -> None:
     async def fail() -> None:
         raise LookupError("nothing here")
 
-    async def cell() -> None:
+    with pytest.raises(LookupError, match="nothing here"):
         run_sync(fail)
 
-    with pytest.raises(LookupError, match="nothing here"):
-        asyncio.run(cell())
 
-
-def test_ctrl_c_cancels_the_coroutine_and_waits_for_its_cleanup(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ctrl_c_cancels_the_coroutine_and_waits_for_its_cleanup(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     began, ended = threading.Event(), list[str]()
 
     class Interrupted(threading.Thread):
@@ -131,10 +119,7 @@ def test_ctrl_c_cancels_the_coroutine_and_waits_for_its_cleanup(monkeypatch: pyt
         finally:
             ended.append("cleaned up")
 
-    async def cell() -> None:
-        run_sync(work)
-
     monkeypatch.setattr("agent_loop.api.runs.Thread", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        asyncio.run(cell())
+        run_sync(work)
     assert ended == ["cleaned up"]

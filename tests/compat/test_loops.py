@@ -52,18 +52,6 @@ def config() -> Config:
     return load_config(CONFIG)
 
 
-def test_a_loop_on_token_ids_runs_unchanged(config: Config) -> None:
-    turns = [*[text_reply("41")] * 3, text_reply("42")]
-    [trajectory] = run(config, [row(agent_name="second_thoughts")], *turns)
-    output = trajectory.output
-    assert output.failure is None
-    assert [s.origin for s in output.response_segments] == [Origin.MODEL, Origin.TOOL] * 3 + [Origin.MODEL]
-    assert output.response_mask.sum() == sum(len(turn.token_ids) for turn in turns)
-    assert output.num_turns == 8
-    assert output.metrics.generate_sequences > 0
-    assert output.extra_fields == {"nudges": 3}
-
-
 @pytest.mark.parametrize("agent_name", ["own_tool_loop", "early_tool_loop"])
 def test_a_custom_tool_loop_runs_unchanged(config: Config, agent_name: str) -> None:
     answers = [
@@ -89,11 +77,6 @@ async def test_a_registered_parser_is_found_by_its_name() -> None:
     assert call == verl.FunctionCall(name="add", arguments='{"a": 1}')
     with pytest.raises(ConfigError, match=r"unknown tool parser; did you mean 'hermes'\?"):
         verl.ToolParser.get_tool_parser("hermse", hermes_template().tokenizer)
-
-
-def test_constructor_arguments_come_from_the_registry_file(config: Config) -> None:
-    [trajectory] = run(config, [row(agent_name="nudging")], *[text_reply("41")] * 4)
-    assert "Really?" in hermes_template().decode(trajectory.output.response_segments[1].token_ids)
 
 
 def test_a_completion_has_logprobs(config: Config) -> None:

@@ -22,65 +22,6 @@ from agent_loop.integrations.verl import (
 )
 
 
-@register("second_thoughts")
-class SecondThoughtsAgentLoop(AgentLoopBase):
-    """Loop that asks the model to check its answer and takes the second answer."""
-
-    @classmethod
-    def init_class(cls, config, tokenizer, **kwargs):
-        if cls._class_initialized:
-            return
-        cls._class_initialized = True
-        cls.max_assistant_turns = config.actor_rollout_ref.rollout.multi_turn.max_assistant_turns
-
-    def __init__(self, trainer_config, server_manager, tokenizer, nudge: str = "Look again.", **kwargs):
-        super().__init__(trainer_config, server_manager, tokenizer, **kwargs)
-        self.nudge = nudge
-        self.response_length = self.config.actor_rollout_ref.rollout.response_length
-
-    @rollout_trace_op
-    async def run(self, sampling_params: dict[str, Any], **kwargs) -> AgentLoopOutput:
-        metrics = {}
-        request_id = uuid4().hex
-        prompt_ids = await self._encode(list(kwargs["raw_prompt"]))
-        response_mask = []
-        user_turns, assistant_turns = 0, 0
-        while True:
-            with simple_timer("generate_sequences", metrics):
-                response_ids = await self.server_manager.generate(
-                    request_id=request_id, prompt_ids=prompt_ids, sampling_params=sampling_params
-                )
-            prompt_ids += response_ids
-            response_mask += [1] * len(response_ids)
-            assistant_turns += 1
-            if len(response_mask) >= self.response_length or assistant_turns >= self.max_assistant_turns:
-                break
-            nudge_ids = await self._encode([{"role": "user", "content": self.nudge}])
-            if len(response_mask) + len(nudge_ids) >= self.response_length:
-                break
-            prompt_ids += nudge_ids
-            response_mask += [0] * len(nudge_ids)
-            user_turns += 1
-        response_ids = prompt_ids[-len(response_mask) :]
-        prompt_ids = prompt_ids[: len(prompt_ids) - len(response_mask)]
-        return AgentLoopOutput(
-            prompt_ids=prompt_ids,
-            response_ids=response_ids[: self.response_length],
-            response_mask=response_mask[: self.response_length],
-            num_turns=user_turns + assistant_turns + 1,
-            metrics=metrics,
-            extra_fields={"nudges": user_turns},
-        )
-
-    async def _encode(self, messages):
-        return await self.loop.run_in_executor(
-            None,
-            lambda: self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            ),
-        )
-
-
 @register("one_shot_with_logprobs")
 class OneShotAgentLoop(AgentLoopBase):
     """Loop in verl's newer form, in which a completion has its log-probs. A row may have it repeated."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,59 +31,33 @@ def _module() -> types.ModuleType:
     return module
 
 
+def _returning(value: Any) -> Any:
+    """Return a method that returns a value."""
+    return lambda self, *args, **kwargs: value
+
+
 @PlatformRegistry.register(platform="cpu")
 class CpuPlatform(PlatformBase):
     device_name = "cpu"
     vendor_name = "none"
     device_module = _module()
 
-    def is_available(self) -> bool:
-        return True
-
-    def current_device(self) -> Any:
-        return "cpu"  # verl moves tensors to it
-
-    def device_count(self) -> int:
-        return 1
-
-    def set_device(self, device_index: int) -> None: ...
-
-    def synchronize(self, device_index: int | None = None) -> None: ...
+    is_available = _returning(True)
+    current_device = _returning("cpu")  # verl moves tensors to it
+    device_count = _returning(1)
+    get_device_capability = _returning((None, None))
+    communication_backend_name = _returning("gloo")
+    visible_devices_envvar = _returning("VISIBLE_CPUS")
+    ray_resource_name = _returning(
+        "GPU"
+    )  # the trainer counts no other; the test gives Ray one that does not exist
+    ray_noset_envvars = _returning([])
+    is_ipc_supported = _returning(False)
+    nvtx_range = _returning(nullcontext())
+    set_device = synchronize = set_allocator_settings = empty_cache = _returning(None)
+    profiler_start = profiler_stop = cudart = _returning(None)
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
     manual_seed_all = manual_seed
-
-    def set_allocator_settings(self, settings: str) -> None: ...
-
-    def empty_cache(self) -> None: ...
-
-    def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
-        return None, None
-
-    def communication_backend_name(self) -> str:
-        return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        return "VISIBLE_CPUS"
-
-    @contextmanager
-    def nvtx_range(self, msg: str) -> Generator[None]:
-        yield
-
-    def profiler_start(self) -> None: ...
-
-    def profiler_stop(self) -> None: ...
-
-    def ray_resource_name(self) -> str:
-        return "GPU"  # the trainer counts no other resource; the test gives one that does not exist to Ray
-
-    def ray_noset_envvars(self) -> list[str]:
-        return []
-
-    def is_ipc_supported(self) -> bool:
-        return False
-
-    def cudart(self) -> None:
-        return None

@@ -9,8 +9,6 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutp
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
-CALLS: list[tuple[str, Any]] = []
-
 
 @register("two_turns")
 class TwoTurnsLoop(AgentLoopBase):
@@ -60,7 +58,6 @@ class CounterTool(BaseTool):
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         instance_id = instance_id or uuid4().hex
         self._starts[instance_id] = kwargs.get("create_kwargs", {}).get("start", 0)
-        CALLS.append(("create", kwargs))
         return instance_id, ToolResponse()
 
     async def execute(
@@ -76,4 +73,3 @@ class CounterTool(BaseTool):
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         del self._starts[instance_id]
-        CALLS.append(("release", None))

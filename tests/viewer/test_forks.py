@@ -16,9 +16,9 @@ from agent_loop.viewer.app import create_viewer_app
 from agent_loop.viewer.fork_process import run_fork
 from agent_loop.viewer.forks import MAX_BODY_BYTES, ForkJob, Forks
 from agent_loop.viewer.source import RunSource
-from tests.cli.project import make_stored_project
+from tests.cli.project import AGENT_LOOP, make_stored_project
 from tests.helpers import small_tokenizer
-from tests.viewer.browser import COMMAND, Viewer, shoot, viewing
+from tests.viewer.browser import Viewer, shoot, viewing
 
 GIVEN = {"split": "train", "step": 1, "id": "group=0/rollout=0", "turn": 1, "text": "x"}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 10, "b": 7}}\n</tool_call>'
@@ -40,10 +40,8 @@ def stored_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a project with a run of a scripted model, which calls a tool and answers."""
     folder = tmp_path_factory.mktemp("forks")
     make_stored_project(folder)
-    command = [*COMMAND[:-1], "rollout", "config.yaml", "--out", "run/rollout.parquet"]
-    subprocess.run(
-        command, cwd=folder, check=True, capture_output=True
-    )  # the browser's event loop is running here
+    command = [*AGENT_LOOP, "rollout", "config.yaml", "--out", "run/rollout.parquet"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)  # an event loop is running here
     write_vocabulary(folder / "run" / "vocabulary.json", small_tokenizer())
     (folder / "run" / "config.yaml").write_bytes((folder / "config.yaml").read_bytes())
     return folder
@@ -100,17 +98,9 @@ def test_a_fork_has_the_turns_before_and_continues_after_the_text(
 ) -> None:
     monkeypatch.chdir(stored_project)
     out = tmp_path / "fork.parquet"
-    job = ForkJob(
-        file="run/rollout.parquet",
-        split="rollout",
-        step=0,
-        id="group=2/rollout=0",
-        turn=1,
-        text=CALL,
-        config="run/config.yaml",
-        server_url=None,
-        out=str(out),
-    )
+    place = {"split": "rollout", "step": 0, "id": "group=2/rollout=0", "turn": 1, "text": CALL}
+    files = {"file": "run/rollout.parquet", "config": "run/config.yaml", "out": str(out)}
+    job = ForkJob(**place, **files, server_url=None)
     run_fork(job)
     (row,) = StoredRun(out).rows()
     assert (row["num_assistant_turns"], row["failure"], row["answer"]) == (2, None, "sum 3")
