@@ -45,7 +45,7 @@ ON_A_CPU: dict[str, Any] = {
 
 def grpo_args(folder: Path, **changes: Any) -> Any:
     """Return arguments for rollouts of 64 trajectories, each with two updates on half of them."""
-    values = {
+    values: dict[str, Any] = {
         "per_device_train_batch_size": NUM_GROUPS * GROUP_SIZE // 2,
         "steps_per_generation": 2,
         "lr_scheduler_type": "constant",
@@ -178,7 +178,12 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ten_steps_train_on_fresh_samples(task_config: Config, model_path: Path, tmp_path: Path) -> None:
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer  # late: takes seconds
 
-    settings = {"per_device_train_batch_size": 32, "token_budget": 0, "max_staleness": 2, "max_steps": 10}
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 32,
+        "token_budget": 0,
+        "max_staleness": 2,
+        "max_steps": 10,
+    }
     args = AsyncGRPOConfig(output_dir=str(tmp_path), **ON_A_CPU, **settings)
     with AgentLoopRollouts(task_config) as rollouts:
         rows = train_rows()

@@ -30,7 +30,7 @@ PATIENCE_S = 20.0
 def async_args(**changes: Any) -> Any:
     from trl.experimental.async_grpo import AsyncGRPOConfig  # late: takes seconds
 
-    limits = {"num_generations": 2, "max_inflight_tasks": 4, "max_completion_length": 96}
+    limits: dict[str, Any] = {"num_generations": 2, "max_inflight_tasks": 4, "max_completion_length": 96}
     return AsyncGRPOConfig(
         output_dir="unused", use_cpu=True, bf16=False, report_to=[], **{**limits, **changes}
     )

@@ -160,7 +160,7 @@ def test_the_base_is_not_trained_and_factors_are_current(policy_folder: Path, ba
         assert flat(WeightReceiver().receive(handle.to_json())) == flat(second)
 
 
-GPT2_SIZES: dict[str, int] = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 40, "n_positions": 16}
+GPT2_SIZES: dict[str, Any] = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 40, "n_positions": 16}
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")

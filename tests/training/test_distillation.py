@@ -62,7 +62,7 @@ def softmax(logits: Array) -> Array:
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
-def reference(policy_V: Array, teacher_V: Array, *, top: Array, direction: Direction) -> float:
+def reference(policy_V: Array, teacher_V: Array, *, top: NDArray[np.int64], direction: Direction) -> float:
     """Return the divergence over the teacher's likeliest tokens `top` and the rest, from two distributions."""
     p, q = ([*each[top], np.delete(each, top).sum()] for each in (teacher_V, policy_V))
     if direction == "reverse_kl":

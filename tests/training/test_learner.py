@@ -44,8 +44,8 @@ def batch() -> RolloutBatch:
     return sampled_batch(n=8)
 
 
-ESTIMATORS = ("grpo", "rloo", "remax", "gdpo", "turn_grpo", "gigpo", "gae")
-ESTIMATORS += ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+GROUPED = ("grpo", "rloo", "remax", "gdpo", "turn_grpo", "gigpo")
+ESTIMATORS = (*GROUPED, "gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 def gdpo(**values: Any) -> dict[str, Any]:
