@@ -178,10 +178,7 @@ class PartialRunner:
 def random_turns(rng: random.Random, *, many: Sequence[str], one: str) -> list[str]:
     """Return turns with calls, without calls and with malformed calls, and an answer at the end.
 
-    Args:
-        rng: Random numbers that determine the turns.
-        many: Tools that a turn may call more than once.
-        one: A tool that a turn calls at most once, because the order of its calls matters.
+    A turn may call the tools in `many` more than once, and `one` only once, because the order of its calls matters.
     """
     turns: list[str] = []
     for _ in range(rng.randint(1, 4)):

@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -270,49 +271,43 @@ LATENCIES = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 """Of the trajectories, in the order in which they begin: group 0 ends after 3 s, group 1 after 6 s."""
 
 
+@dataclass
 class Trial:
     """A run of two groups of three whose samples all differ, and a judge that records its calls."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        first: int = 0,
-        bonus: float = 0.0,
-        spoils: Callable[[list[Any]], Any] = lambda rewards: rewards,
-        hangs_on: int | None = None,
-        broken: Sequence[int] = (),
-        killed_after_s: float | None = None,
-    ) -> None:
+    path: Path
+    first: int = 0
+    bonus: float = 0.0
+    spoils: Callable[[list[Any]], Any] = lambda rewards: rewards
+    hangs_on: int | None = None
+    broken: Sequence[int] = ()
+    killed_after_s: float | None = None
+
+    def __post_init__(self) -> None:
         self.num_requests = 0
         self.judged: list[list[str]] = []
-        self._first = first
-        self._bonus = bonus
-        self._spoils = spoils
-        self._hangs_on = hangs_on
-        self._broken = broken
-        self.trajectories = run_virtual(self._run(path, rows(2), killed_after_s))
+        self.trajectories = run_virtual(self._run(rows(2)))
 
-    async def _run(self, path: Path, rows: list[Row], killed_after_s: float | None) -> list[Trajectory]:
+    async def _run(self, rows: list[Row]) -> list[Trajectory]:
         manager = make_manager(self._judge, script=self._answer, n=3, num_workers=2)
-        async with open_journal(path, key=key_of(rows), rows=rows, resume=True) as journal:
+        async with open_journal(self.path, key=key_of(rows), rows=rows, resume=True) as journal:
             with suppress(TimeoutError):
-                async with asyncio.timeout(killed_after_s):
+                async with asyncio.timeout(self.killed_after_s):
                     return await manager.run(rows, journal=journal)
         return []
 
     def _answer(self, _: ScriptedRequest) -> ScriptedReply:
         place = self.num_requests
         self.num_requests += 1
-        error = "broken" if place in self._broken else None
-        return text_reply(str(self._first + place), latency_s=LATENCIES[place], error=error)
+        error = "broken" if place in self.broken else None
+        return text_reply(str(self.first + place), latency_s=LATENCIES[place], error=error)
 
     async def _judge(self, outputs: list[AgentLoopOutput], rows: list[Row]) -> Any:
         self.judged.append([output.answer for output in outputs])
-        if rows[0]["number"] == self._hangs_on:
+        if rows[0]["number"] == self.hangs_on:
             await asyncio.Event().wait()
-        return self._spoils(
-            [{"reward": float(output.answer) + self._bonus, "of": len(outputs)} for output in outputs]
+        return self.spoils(
+            [{"reward": float(output.answer) + self.bonus, "of": len(outputs)} for output in outputs]
         )
 
     @property

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from agent_loop.chat.template import ChatTemplate
@@ -179,22 +180,17 @@ METHODS = ["reset", "call", "reply", "reward"]
 """Methods in which the server may be found to be down."""
 
 
+@dataclass
 class Outage:
-    """Server of the environments of a run. It is down for the first attempts of some rows.
+    """Server of the environments of a run. It is down for the first attempts of some rows."""
 
-    Args:
-        method: Method of the environment that finds the server down.
-        num_failures: Number of failing attempts by the `number` of a row. Other rows do not fail.
-    """
-
-    def __init__(self, *, method: str = "reply", num_failures: Mapping[int, int] | None = None) -> None:
-        self.num_attempts: Counter[int] = Counter()
-        """Number of attempts by the `number` of the row."""
-        self.started_s: list[float] = []
-        """Times at which attempts began, in seconds."""
-        self.num_open = 0
-        self._method = method
-        self._num_failures = num_failures or {}
+    method: str = "reply"
+    """Method of the environment that finds the server down."""
+    num_failures: Mapping[int, int] = field(default_factory=dict[int, int])
+    """Number of failing attempts by the `number` of a row. Other rows do not fail."""
+    num_attempts: Counter[int] = field(default_factory=Counter[int])
+    """Number of attempts by the `number` of the row."""
+    num_open: int = 0
 
     @property
     def factory(self) -> EnvironmentFactory:
@@ -202,7 +198,7 @@ class Outage:
 
     def require(self, method: str, *, number: int) -> None:
         """Raise an error if the server is down for the present attempt of a row."""
-        if method == self._method and self.num_attempts[number] <= self._num_failures.get(number, 0):
+        if method == self.method and self.num_attempts[number] <= self.num_failures.get(number, 0):
             raise EnvironmentUnavailable(f"the station is down in {method}")
 
 
@@ -216,7 +212,6 @@ class Station(Environment):
     async def reset(self, row: Mapping[str, Any]) -> None:
         self._number = row["number"]
         self._outage.num_attempts[self._number] += 1
-        self._outage.started_s.append(asyncio.get_running_loop().time())
         self._require("reset")
 
     def tools(self) -> list[EnvironmentTool]:

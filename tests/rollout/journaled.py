@@ -74,13 +74,7 @@ def journal_of(payloads: Iterable[bytes]) -> bytes:
 
 
 class RandomScript:
-    """Script that returns a different completion for every request, with calls of a tool in the first turns.
-
-    Args:
-        seed: Seed of the completions.
-        num_calls: Number of turns with calls before the answer.
-        per_turn: Number of calls per turn.
-    """
+    """Script that samples another completion for every request. The first `num_calls` turns have `per_turn` calls."""
 
     def __init__(self, *, seed: int, num_calls: int = 2, per_turn: int = 1) -> None:
         self.num_requests = 0

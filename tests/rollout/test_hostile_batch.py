@@ -271,10 +271,9 @@ def harmless_row(number: int) -> dict[str, Any]:
 
 
 def run(rows: Sequence[Row], released: Released) -> tuple[list[Trajectory], int]:
-    """Run rows in groups, and check that nothing is left of them after all hanging code is released.
+    """Run rows in groups, and check that nothing is left after all hanging code is released.
 
-    Returns:
-        The trajectories in the order of the rows, and the number of abandoned tasks.
+    Return the trajectories in the order of the rows, and the number of abandoned tasks.
     """
     jobs = [Job(row, n // GROUP, n % GROUP, {"temperature": 1.0}) for n, row in enumerate(rows)]
 
