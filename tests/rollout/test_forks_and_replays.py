@@ -27,7 +27,7 @@ from agent_loop.rollout.replay import replay_trajectory
 from agent_loop.runtime.concurrency import run_while
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.seeds import trajectory_seed
-from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.token_chunks import FORCED
 from agent_loop.training.rollouts import fork_metrics
@@ -278,6 +278,29 @@ def test_a_tool_or_interaction_whose_state_cannot_be_restored_is_refused_by_name
     refuse_forks(context, has_batch_reward=False)
     with pytest.raises(ConfigError, match=r"reward\.batch"):
         refuse_forks(context, has_batch_reward=True)
+
+
+async def test_a_manager_continues_trajectories_of_its_own_runs() -> None:
+    def script(request: ScriptedRequest) -> ScriptedReply:
+        is_answered = encoded("<tool_response>")[0] in request.prompt_ids
+        return text_reply("done") if is_answered else tool_call_reply("multiply", a=1, b=2)
+
+    settings = {
+        "prompt_length": 800,
+        "response_length": 200,
+        "agent": {"default_agent_loop": "tool_agent"},
+        "multi_turn": {"tools": ["examples.chain.task:multiply"], "format": "hermes"},
+    }
+    servers, config = [ScriptedServer(script)], RolloutConfig.model_validate(settings)
+    async with AgentLoopManager(config, servers=servers, template=hermes_template()) as manager:
+        manager.check_forks()
+        mains = await manager.run([{"raw_prompt": user("1 + 1?")}], n=2, label="step=1")
+        forks = forks_of([structs.replace(main, reward=1.0) for main in mains])
+        seen: list[Trajectory] = []
+        found = await manager.run_forks(forks, n=3, label="step=1/forks", on_trajectory=seen.append)
+    assert len(seen) == 6
+    assert [(t.group, t.rollout) for t in found] == [(g, r) for g in range(2) for r in range(3)]
+    assert len(as_branches(forks, [structs.replace(t, reward=0.0) for t in found])) == 6
 
 
 TASK = '''
