@@ -54,16 +54,6 @@ def test_importing_the_package_and_its_classes_loads_no_heavy_library() -> None:
     assert run_python(code).splitlines() == ["[]", "[]"]
 
 
-def test_importing_the_package_takes_less_than_a_third_of_a_second() -> None:
-    code = """
-        import time
-        started = time.process_time()
-        import agent_loop
-        print(time.process_time() - started)
-        """
-    assert min(float(run_python(code)) for _ in range(3)) < 0.3
-
-
 def test_modules_import_each_other_without_cycles() -> None:
     graph = grimp.build_graph("agent_loop", exclude_type_checking_imports=False, cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}

@@ -9,8 +9,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -24,7 +22,6 @@ from agent_loop.errors import ConfigError, WeightsError
 from agent_loop.integrations import verl
 from agent_loop.integrations.verl import (
     AgentData,
-    AgentLoopBase,
     AgentLoopOutput,
     AgentState,
     AsyncServerBase,
@@ -36,9 +33,8 @@ from agent_loop.loading import load_module
 from agent_loop.loops import registry
 from agent_loop.rewards.function import load_reward
 from agent_loop.rollout.manager import AgentLoopManager
-from agent_loop.rollout.rows import load_rows
 from agent_loop.servers.factory import create_servers
-from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
+from agent_loop.servers.scripted import ScriptedReply
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import IncidentKind
 from agent_loop.types import Origin, StopReason
@@ -112,46 +108,6 @@ def test_an_interaction_replies_until_the_answer_is_right(config: Config) -> Non
     assert trajectory.reward == 1.0
 
 
-def test_data_sets_in_verls_format_can_be_read(config: Config, tmp_path: Path) -> None:
-    extra = {
-        "split": "train",
-        "index": 0,
-        "need_tools_kwargs": True,
-        "tools_kwargs": {"score_answer": {"create_kwargs": {"ground_truth": "42"}}},
-        "interaction_kwargs": {"name": "patient", "query": "6 * 7?", "ground_truth": "42"},
-    }
-    record = {
-        "data_source": "openai/gsm8k",
-        "agent_name": "tool_agent",
-        "prompt": [{"role": "user", "content": "What is 6 * 7?"}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": "42"},
-        "extra_info": extra,
-    }
-    pq.write_table(pa.Table.from_pylist([record, record]), tmp_path / "train.parquet")
-    rows = load_rows([str(tmp_path / "train.parquet")], prompt_key="prompt")
-    assert rows[0]["tools_kwargs"] == extra["tools_kwargs"]
-    trajectories = run(
-        config, rows, tool_call_reply("score_answer", answer="42"), text_reply("#### 42"), n=None
-    )
-    outcomes = [(t.output.failure, t.output.stop_reason) for t in trajectories]
-    assert outcomes == [(None, StopReason.INTERACTION_FINISHED)] * 4
-
-
-async def test_a_batch_has_the_columns_that_verl_documents(config: Config) -> None:
-    turns = [tool_call_reply("score_answer", answer="42"), text_reply("#### 42")]
-    servers = [ScriptedServer(lambda request: turns[request.turn])]
-    async with AgentLoopManager(config.rollout, servers=servers, template=hermes_template()) as manager:
-        rows = [row(tools_kwargs={"score_answer": {"create_kwargs": {"ground_truth": "42"}}})] * 3
-        batch = await manager.generate_sequences(rows)
-    num_rows, width = batch["input_ids"].shape
-    assert num_rows == 6
-    assert batch["prompts"].shape[1] + batch["responses"].shape[1] == width
-    assert batch["attention_mask"].shape == batch["position_ids"].shape == (num_rows, width)
-    assert batch["response_mask"].shape == batch["responses"].shape
-    assert batch["reward"].tolist() == [1.0] * 6
-
-
 def test_tools_and_interactions_load_by_their_functions() -> None:
     [loaded_tool] = verl.initialize_tools_from_config("tests/compat/tools.yaml")
     assert isinstance(loaded_tool.tool, verl_code.ScoreTool)
@@ -205,20 +161,6 @@ def test_a_handler_written_for_verl_reads_the_agent_data(config: Config) -> None
     assert fields["turn_scores"] == []
 
 
-def test_sampling_params_hold_the_documented_keys(config: Config) -> None:
-    seen: list[dict[str, Any]] = []
-
-    @register("curious")
-    class Curious(AgentLoopBase):
-        async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
-            seen.append(dict(sampling_params))
-            raise ValueError("seen")
-
-    rollout = config.rollout.model_copy(update={"max_failed_share": 1.0})
-    run(config.model_copy(update={"rollout": rollout}), [row(agent_name="curious")])
-    assert seen[0].items() >= {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.0}.items()
-
-
 class Parrot(AsyncServerBase):
     """Server in verl's form that defines only `generate`."""
 
@@ -233,7 +175,7 @@ class Parrot(AsyncServerBase):
         return encoded(self.says + "<|im_end|>")[: sampling_params["max_tokens"]]
 
 
-TOOL_AGENT = RolloutConfig(n=2, agent=AgentConfig(default_agent_loop="tool_agent"))
+TOOL_AGENT = RolloutConfig(n=2, temperature=0.7, agent=AgentConfig(default_agent_loop="tool_agent"))
 
 
 @pytest.mark.virtual_time
@@ -248,7 +190,7 @@ async def test_a_server_that_defines_only_generate_runs_rollouts() -> None:
     assert servers[0].name != servers[1].name
     prompt_ids, params = servers[0].asked[0]
     assert isinstance(prompt_ids, list)
-    assert {"temperature", "top_p", "repetition_penalty"} <= set(params)
+    assert params.items() >= {"temperature": 0.7, "top_p": 1.0, "repetition_penalty": 1.0}.items()
 
 
 @pytest.mark.virtual_time

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import Config, load_config
 from agent_loop.rewards.function import load_reward
 from agent_loop.rollout.manager import AgentLoopManager
@@ -59,25 +60,27 @@ def load_task(name: str) -> Any:
 
 
 def run_scripted(
-    folder: Path,
+    example: Path | Config,
     rows: Sequence[Mapping[str, Any]],
     script: Callable[[ScriptedRequest], ScriptedReply],
     *,
     overrides: Sequence[str] = (),
+    template: ChatTemplate | None = None,
 ) -> list[Trajectory]:
-    """Run each row once, and return the trajectories."""
-    config = load_config(folder / "config.yaml", overrides=["rollout.engine=scripted", *overrides])
-    reward = config.reward.function
-    assert reward is not None
+    """Run each row once with the configuration of an example or of its folder, and return the trajectories."""
+    settings = ["rollout.engine=scripted", *overrides]
+    config = (
+        load_config(example / "config.yaml", overrides=settings) if isinstance(example, Path) else example
+    )
+    function = config.reward.function  # None if a tool gives the reward
+    options: dict[str, Any] = {
+        "servers": [ScriptedServer(script)],
+        "template": template or hermes_template(),
+        "reward": None if function is None else load_reward(function, timeout_s=5.0),
+    }
 
     async def roll_out() -> list[Trajectory]:
-        manager = AgentLoopManager(
-            config.rollout,
-            servers=[ScriptedServer(script)],
-            template=hermes_template(),
-            reward=load_reward(reward, timeout_s=5.0),
-        )
-        async with manager:
+        async with AgentLoopManager(config.rollout, **options) as manager:
             return await manager.run(rows, n=1)
 
     return asyncio.run(roll_out())

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
 
 import pytest
 import torch
 
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.rewards.function import load_reward
-from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.rows import load_rows
-from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.tiny_models.model import make_model
 from agent_loop.tiny_models.tokenizer import end_id, pad_id, render
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Message, Row, StopReason
 from examples.common.demonstrations import GIVE_UP, demonstrations
 from examples.common.warm_start import BATCH_SIZE, IGNORED, encode, warm_start
-from tests.examples.conftest import Example
+from tests.examples.conftest import Example, run_scripted
 
 NUM_ROWS = 8
 
@@ -80,11 +76,10 @@ def question(row: Row) -> str:
 def replay(example: Example, rows: Sequence[Row], *, turns: Sequence[Sequence[Message]]) -> list[Trajectory]:
     """Run the rows with a model that returns the assistant turns of `turns`, one list per row."""
     template = ChatTemplate(example.tokenizer)
+    openings = [template.open(row["raw_prompt"], tools=example.schemas).tolist() for row in rows]
     completions_by_prompt = {
-        tuple(template.open(row["raw_prompt"], tools=example.schemas).tolist()): completions(
-            example, messages
-        )
-        for row, messages in zip(rows, turns, strict=True)
+        tuple(opening): completions(example, messages)
+        for opening, messages in zip(openings, turns, strict=True)
     }
 
     def script(request: ScriptedRequest) -> ScriptedReply:
@@ -92,19 +87,7 @@ def replay(example: Example, rows: Sequence[Row], *, turns: Sequence[Sequence[Me
         opening = next(each for each in completions_by_prompt if prompt[: len(each)] == each)
         return ScriptedReply(completions_by_prompt[opening][request.turn])
 
-    reward_function = example.config.reward.function  # None if a tool gives the reward
-    reward = None if reward_function is None else load_reward(reward_function, timeout_s=5.0)
-
-    async def run() -> list[Trajectory]:
-        options: dict[str, Any] = {
-            "servers": [ScriptedServer(script)],
-            "template": template,
-            "reward": reward,
-        }
-        async with AgentLoopManager(example.config.rollout, **options) as manager:
-            return await manager.run(rows, n=1)
-
-    return asyncio.run(run())
+    return run_scripted(example.config, rows, script, template=template)
 
 
 def completions(example: Example, messages: Sequence[Message]) -> list[list[int]]:
