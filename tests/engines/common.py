@@ -1,9 +1,11 @@
-"""Helpers for tests of all engines: a tiny model, its expected completions, and whole runs with it."""
+"""Helpers for tests of all engines: a tiny model, its expected completions, schemas, and whole runs with it."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -13,18 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from agent_loop.checks import Reference, check_server
 from agent_loop.config import Config, load_config
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.rows import load_rows
 from agent_loop.servers.base import AsyncServerBase, ServerSpec
+from agent_loop.servers.embedded.grammar import GrammarCompiler
 from agent_loop.servers.factory import create_servers
+from agent_loop.testing.conformance import CheckReport
 from agent_loop.tiny_models.tokenizer import end_id, pad_id, train_tokenizer
 from agent_loop.tools.registry import load_tools
+from agent_loop.training import metrics as names
+from agent_loop.training.metrics import read_metrics
 from agent_loop.training.ppo_trainer import PPOTrainer
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import IntArray, SamplingParams, TokenOutput
@@ -186,45 +192,6 @@ def reference_logprobs(
     return logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
 
 
-async def assert_scores_are_those_of_the_reference(
-    server: AsyncServerBase,
-    model: Any,
-    *,
-    longest: int = MAX_MODEL_LEN,
-    num_top: int = 7,
-    has_whole_vocabulary: bool = True,
-) -> float:
-    """Compare the scores of texts of several lengths with one forward each. Return the largest difference."""
-    lengths_and_starts = ((2, 1), (24, 1), (24, 24), (100, 60), (longest, 3))
-    texts = [prompts(1, length=length, seed=length)[0] for length, _ in lengths_and_starts]
-    worst = 0.0
-    for num_asked in (num_top, 0, *([model.config.vocab_size + 9] if has_whole_vocabulary else [])):
-        async with asyncio.TaskGroup() as group:
-            calls = [
-                group.create_task(server.score(text, start=start, top_logprobs=num_asked))
-                for text, (_, start) in zip(texts, lengths_and_starts, strict=True)
-            ]
-        for text, (_, start), call in zip(texts, lengths_and_starts, calls, strict=True):
-            scores = call.result()
-            ids = torch.tensor(text.tolist())
-            with torch.no_grad():
-                logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, start - 1 :]
-            logprobs = logits.double().log_softmax(-1)
-            expected = logprobs.gather(1, ids[start:, None])[:, 0].numpy()
-            assert scores.logprobs.shape == (len(text) - start,)
-            worst = max(worst, float(np.abs(scores.logprobs - expected).max(initial=0.0)))
-            if num_asked:
-                values, tokens = logprobs.topk(min(num_asked, model.config.vocab_size))
-                assert scores.top_ids is not None
-                assert scores.top_logprobs is not None
-                worst = max(worst, float(np.abs(scores.top_logprobs - values.numpy()).max(initial=0.0)))
-                if num_asked == num_top:
-                    np.testing.assert_array_equal(scores.top_ids, tokens.numpy())
-    print(f"{server.name}: scores differ from those of transformers by at most {worst:.2g}")
-    assert worst < LOG_PROB_TOLERANCE
-    return worst
-
-
 def reference_greedy(model: Any, prompt_ids: IntArray, *, max_tokens: int) -> list[int]:
     """Return a greedy completion, computed by one forward per token, with its end token if there is one."""
     ids = prompt_ids.tolist()
@@ -273,40 +240,6 @@ async def assert_matches_the_reference(
     return worst
 
 
-async def assert_a_request_in_flight_gets_new_weights(server: AsyncServerBase, model_path: Path) -> None:
-    """Update the weights during a completion. Compare its log-probs with both models, and restore the weights."""
-    old, new = load_reference(model_path), load_reference(model_path)
-    weights = changed_weights(old, seed=31)
-    load_into(new, weights)
-    prompt, other_prompt = prompts(2, seed=30)
-    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
-    for _ in range(MAX_ATTEMPTS):  # the completion may end before the update
-        version = (await server.health()).weight_version
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(server.generate(prompt, params, "in flight"))
-            await server.generate(other_prompt, SamplingParams(max_tokens=10, ignore_eos=True), "other")
-            kv_cache_share = (await server.health()).kv_cache_share or 0
-            await server.update_weights(weights.items(), weight_version=version + 1)
-        output = task.result()
-        if len(output.chunks) == 2:
-            break
-        await server.update_weights(old.named_parameters(), weight_version=version + 2)
-    else:
-        pytest.fail("no update took place in the middle of a completion")
-    assert 0 < kv_cache_share < 1
-    assert [chunk.weight_version for chunk in output.chunks] == [version, version + 1]
-    assert (len(output.token_ids), output.num_preempted) == (150, 1)
-    first = len(output.chunks[0].token_ids)
-    context = np.concatenate([prompt, np.asarray(output.token_ids[:first], dtype=np.int32)])
-    expected = [
-        *reference_logprobs(old, prompt, output.token_ids[:first]),
-        *reference_logprobs(new, context, output.token_ids[first:]),
-    ]
-    np.testing.assert_allclose(output.log_probs, expected, atol=LOG_PROB_TOLERANCE)
-    await server.update_weights(old.named_parameters(), weight_version=version + 2)
-    await assert_matches_the_reference(server, old)
-
-
 async def assert_adapters_are_merged(server: AsyncServerBase, base: Any, *, first_version: int) -> None:
     """Publish two versions of adapters, and compare the completions with the merged model."""
     merged = deepcopy(base)
@@ -347,51 +280,35 @@ def assert_is_token_exact(
     return worst
 
 
-class ComparingManager(AgentLoopManager):
-    """Manager that compares the engine's completions with a fresh load of the weights after each weight update."""
-
-    published: list[int]
-    differences: list[float]
-
-    def compare_with(self, *, model_path: Path, folder: Path) -> None:
-        """Set the model and the folder that the checkpoints are written to and loaded from."""
-        self.published, self.differences = [], []
-        self._model_path, self._folder = model_path, folder
-
-    async def update_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
-    ) -> None:
-        collected = [(name, weight.clone()) for name, weight in weights]
-        await super().update_weights(collected, weight_version=weight_version)
-        checkpoint = load_reference(self._model_path)
-        load_into(checkpoint, dict(collected))
-        path = self._folder / f"published-{weight_version}"
-        checkpoint.save_pretrained(path)
-        await self.wake_up()
-        difference = await assert_matches_the_reference(
-            self.server_manager.pool.servers[0], load_reference(path), seed=weight_version
-        )
-        await self.sleep()
-        self.published.append(weight_version)
-        self.differences.append(difference)
-
-
-async def train_three_steps(case: EngineCase, model_path: Path, *, folder: Path) -> ComparingManager:
-    """Train the example with GRPO. Compare the engine with a fresh load of the weights after each step."""
+async def train_three_steps(case: EngineCase, model_path: Path, *, folder: Path) -> None:
+    """Train the example with GRPO. The log-probs of rollouts show that the engine has the weights of each step."""
     config = case.config(
         model_path,
         data__train_batch_size=8,
         rollout__n=4,
         actor__lr="1e-3",
         trainer__total_steps=3,
-        trainer__save_every=3,
         trainer__run_dir=folder / "run",
     )
-    async with ComparingManager.from_config(config) as manager:
-        manager.compare_with(model_path=model_path, folder=folder)
-        result = await PPOTrainer(config, manager=manager, console=Console(quiet=True)).fit()
-    assert result.step == 3
-    return manager
+    result = await PPOTrainer(config, console=Console(quiet=True)).fit()
+    steps = [line for line in read_metrics(result.run_dir / "metrics.jsonl") if line["step"] > 0]
+    assert len(steps) == 3
+    for line in steps:
+        assert line[names.LOGPROB_DIFF_MAX] < 10 * LOG_PROB_TOLERANCE
+        assert line[names.GRAD_NORM] > 0
+
+
+async def check_contract(server: AsyncServerBase, model_path: Path) -> CheckReport:
+    """Start a server that was not started, run the conformance suite, and close the server."""
+    await server.start()
+    try:
+        reference = Reference.load(model_path)
+        report = await check_server(server, max_model_len=MAX_MODEL_LEN, reference=reference, on_result=print)
+    finally:
+        await server.close()
+    report.raise_if_failed()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    return report
 
 
 @cache
@@ -401,3 +318,98 @@ def _tokenizer() -> tuple[Any, list[dict[str, Any]]]:
     ]
     conversations = demonstrations(task, rng=random.Random(0), habit=Habit(first_step_share=0.5))
     return train_tokenizer(islice(conversations, TOKENIZER_CONVERSATIONS), tools=schemas), schemas
+
+
+# -- completions under a JSON schema ---------------------------------------------------------------------------------
+
+COLOURS = ("red", "green", "blue", "bluish")
+SCHEMA = json.dumps({"enum": COLOURS})
+"""A schema without optional white space, so that all engines allow the same tokens."""
+LETTERS = json.dumps({"type": "string", "pattern": "^[ab]{120}$"})
+"""A schema that takes long, and in which no token is white space."""
+
+
+def constrained_logprobs(
+    model: Any, path: Path, prompt: IntArray, output: TokenOutput, *, temperature: float
+) -> list[float]:
+    """Return log-probs of the distribution over the tokens that `SCHEMA` allows, by one forward over all tokens."""
+    end = int(model.generation_config.eos_token_id)
+    vocab_size = int(model.config.vocab_size)
+    compiler = GrammarCompiler(str(path), vocab_size=vocab_size, eos_token_ids=frozenset({end}))
+    grammar = compiler.grammar(SCHEMA, stop_token_ids=frozenset({end}))
+    ids = torch.tensor([*prompt.tolist(), *output.token_ids])
+    with torch.no_grad():
+        logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, len(prompt) - 1 :].double()
+    found: list[float] = []
+    for row, token in zip(logits / (temperature or 1.0), output.token_ids, strict=True):
+        allowed = torch.from_numpy(grammar.allowed(vocab_size))
+        found.append(float(row.masked_fill(~allowed, -torch.inf).log_softmax(-1)[token]))
+        grammar.accept(token)
+    return found
+
+
+async def assert_logprobs_are_of_the_allowed_tokens(
+    server: AsyncServerBase, model: Any, path: Path, *, temperature: float
+) -> None:
+    """Compare completions under a schema with the constrained distribution of the reference."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    all_prompts = prompts(12, seed=9)
+    params = SamplingParams(temperature=temperature, max_tokens=40, json_schema=SCHEMA, top_logprobs=5)
+    outputs = await generate_all(server, all_prompts, params, prefix=f"schema-{temperature}-")
+    texts: set[str] = set()
+    num_forced = 0
+    for prompt, output in zip(all_prompts, outputs, strict=True):
+        assert output.stop_reason == "stop"
+        texts.add(json.loads(tokenizer.decode(output.token_ids[:-1])))
+        expected = constrained_logprobs(model, path, prompt, output, temperature=temperature)
+        np.testing.assert_allclose(output.log_probs or [], expected, atol=LOG_PROB_TOLERANCE)
+        is_forced = [logprob == 0.0 for logprob in expected]
+        assert output.chunks[0].with_forced().extras["forced"].tolist() == is_forced
+        num_forced += sum(is_forced)
+    assert texts <= set(COLOURS)
+    assert len(texts) > 1
+    assert num_forced >= len(outputs)
+
+
+async def assert_penalties_give_log_probs_of_the_penalised_logits(
+    server: AsyncServerBase, model: Any, *, has_repetition: bool = True, counts_late: bool = False
+) -> None:
+    """Compare completions with penalties with the reference's penalised logits.
+
+    Args:
+        has_repetition: Whether the server has `repetition_penalty`.
+        counts_late: Whether each token counts one step late, and the last token of the prompt at first.
+    """
+    prompt = prompts(1, seed=10)[0]
+    factor = 1.3 if has_repetition else 1.0
+    params = SamplingParams(
+        temperature=0.8,
+        max_tokens=24,
+        ignore_eos=True,
+        presence_penalty=0.7,
+        frequency_penalty=0.4,
+        repetition_penalty=factor,
+    )
+    output = await server.generate(prompt, params, "penalties")
+    ids = torch.tensor([*prompt.tolist(), *output.token_ids])
+    with torch.no_grad():
+        logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, len(prompt) - 1 :].double()
+    expected: list[float] = []
+    for place, row in enumerate(logits):
+        counted = [int(prompt[-1]), *output.token_ids] if counts_late else output.token_ids
+        before = counted[:place]
+        for token in {*prompt.tolist(), *before}:
+            row[token] = row[token] / factor if row[token] > 0 else row[token] * factor
+        for token in set(before):
+            row[token] -= 0.7 + 0.4 * before.count(token)
+        expected.append(float((row / 0.8).log_softmax(-1)[output.token_ids[place]]))
+    np.testing.assert_allclose(output.log_probs or [], expected, atol=LOG_PROB_TOLERANCE)
+
+
+def assert_are_letters(path: Path, outputs: Sequence[TokenOutput]) -> None:
+    """Check that completions are whole and match `LETTERS`."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    for output in outputs:
+        text = tokenizer.decode(output.token_ids)
+        assert output.stop_reason == "stop", text
+        assert re.fullmatch('"[ab]{120}"', tokenizer.decode(output.token_ids[:-1])), text

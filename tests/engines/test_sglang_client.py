@@ -17,14 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from agent_loop.checks import Reference, check_server
 from agent_loop.errors import ConfigError
 from agent_loop.servers.base import Ability
 from agent_loop.servers.sglang import SGLangClient
 from tests.engines.common import (
     MAX_MODEL_LEN,
     EngineCase,
-    assert_a_request_in_flight_gets_new_weights,
+    check_contract,
     make_model_folder,
 )
 
@@ -38,23 +37,14 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def case(
-    model_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[EngineCase, subprocess.Popen[bytes]]]:
+def case(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCase]:
     """Server as a user starts it, with its tokenizer and cumulative streams."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log = tmp_path_factory.mktemp("log") / "server.log"
-    command = [
-        sys.executable,
-        "-m",
-        "sglang.launch_server",
-        "--model-path",
-        str(model_path),
-        "--port",
-        str(port),
-    ]
+    command = [sys.executable, "-m", "sglang.launch_server"]
+    command += ["--model-path", str(model_path), "--port", str(port)]
     command += ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"]
     command += ["--context-length", str(MAX_MODEL_LEN + 8), "--max-total-tokens", "16384"]
     with log.open("wb") as output:
@@ -68,7 +58,7 @@ def case(
     url = f"http://127.0.0.1:{port}"
     try:
         _wait_for(url, process, log)
-        yield EngineCase("sglang", server_urls=(url,)), process
+        yield EngineCase("sglang", server_urls=(url,))
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(30)
@@ -85,40 +75,19 @@ def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     pytest.fail(f"the server did not start:\n{log.read_text(errors='replace')[-3000:]}")
 
 
-async def connect(case: EngineCase, model_path: Path) -> SGLangClient:
-    client = SGLangClient.create(replace(case.spec(model_path), url=case.server_urls[0]))
-    await client.start()
-    return client
-
-
 def test_a_server_with_too_short_a_context_or_another_model_is_refused(
-    case: tuple[EngineCase, object], model_path: Path, tmp_path: Path
+    case: EngineCase, model_path: Path, tmp_path: Path
 ) -> None:
-    spec = replace(case[0].spec(model_path), url=case[0].server_urls[0], max_model_len=1000)
+    spec = replace(case.spec(model_path), url=case.server_urls[0], max_model_len=1000)
     with pytest.raises(ConfigError, match="--context-length 1008"):
         asyncio.run(SGLangClient.create(spec).start())
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "vocab_size": 10}')
-    other = replace(case[0].spec(tmp_path), url=case[0].server_urls[0])
+    other = replace(case.spec(tmp_path), url=case.server_urls[0])
     with pytest.raises(ConfigError, match="LlamaForCausalLM"):
         asyncio.run(SGLangClient.create(other).start())
 
 
-def test_requests_in_flight_continue_with_new_weights_from_files(
-    case: tuple[EngineCase, object], model_path: Path
-) -> None:
-    async def scenario() -> None:
-        client = await connect(case[0], model_path)
-        assert Ability.LOG_PROBS in client.abilities
-        await assert_a_request_in_flight_gets_new_weights(client, model_path)
-        await client.close()
-
-    asyncio.run(scenario())
-
-
-def test_the_client_keeps_the_contract_of_servers(case: tuple[EngineCase, object], model_path: Path) -> None:
-    async def scenario() -> None:
-        client = await connect(case[0], model_path)
-        report = await check_server(client, max_model_len=MAX_MODEL_LEN, reference=Reference.load(model_path))
-        report.raise_if_failed()
-
-    asyncio.run(scenario())
+def test_the_client_keeps_the_contract_of_servers(case: EngineCase, model_path: Path) -> None:
+    client = SGLangClient.create(replace(case.spec(model_path), url=case.server_urls[0]))
+    asyncio.run(check_contract(client, model_path))
+    assert Ability.LOG_PROBS in client.abilities

@@ -15,10 +15,7 @@ from agent_loop.types import SamplingParams, TokenChunk, TokenOutput
 from tests.engines.common import (
     LOG_PROB_TOLERANCE,
     MAX_MODEL_LEN,
-    assert_a_request_in_flight_gets_new_weights,
     assert_adapters_are_merged,
-    assert_scores_are_those_of_the_reference,
-    generate_all,
     largest_difference,
     load_reference,
     make_model_folder,
@@ -42,26 +39,6 @@ def engine(model_path: Path) -> Iterator[Engine]:
         pid = found[0]._process.pid
     assert pid is not None
     assert not is_running(pid)
-
-
-def test_scores_are_those_of_the_reference_beside_completions_too(engine: Engine, model_path: Path) -> None:
-    server, runner = engine
-    reference = load_reference(model_path)
-    all_prompts, params = prompts(8, seed=11), SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-
-    async def main() -> None:
-        await assert_scores_are_those_of_the_reference(server, reference)
-        alone = await generate_all(server, all_prompts, params, prefix="alone")
-        async with asyncio.TaskGroup() as group:
-            beside = group.create_task(generate_all(server, all_prompts, params, prefix="beside"))
-            await assert_scores_are_those_of_the_reference(server, reference)
-            cancelled = group.create_task(server.score(prompts(1, length=100)[0]))
-            await asyncio.sleep(0)
-            cancelled.cancel()
-        assert [output.token_ids for output in beside.result()] == [output.token_ids for output in alone]
-        assert (await server.health()).num_running == 0
-
-    runner.run(main())
 
 
 def test_logprobs_of_top_k_1_are_of_the_scaled_distribution(engine: Engine, model_path: Path) -> None:
@@ -101,13 +78,6 @@ def test_an_abort_by_the_reader_of_the_stream_does_not_wait_for_its_end(engine: 
 
     output = runner.run(read())
     assert output.stop_reason in ("aborted", "length")  # a small model may end before the abort arrives
-
-
-def test_a_request_in_flight_continues_with_new_weights_and_each_token_has_its_version(
-    engine: Engine, model_path: Path
-) -> None:
-    server, runner = engine
-    runner.run(assert_a_request_in_flight_gets_new_weights(server, model_path))
 
 
 def test_completions_match_the_merged_model_after_updates_of_adapters(

@@ -12,21 +12,19 @@ from agent_loop.errors import SamplingParamsError
 from agent_loop.servers.sglang import SGLangServer
 from agent_loop.types import SamplingParams, TokenOutput
 from tests.engines.common import (
+    LETTERS,
     LOG_PROB_TOLERANCE,
     MAX_ATTEMPTS,
+    SCHEMA,
+    assert_are_letters,
+    assert_logprobs_are_of_the_allowed_tokens,
+    assert_penalties_give_log_probs_of_the_penalised_logits,
     changed_weights,
     largest_difference,
     load_into,
     load_reference,
     make_model_folder,
     prompts,
-)
-from tests.engines.constrained import (
-    LETTERS,
-    SCHEMA,
-    assert_are_letters,
-    assert_logprobs_are_of_the_allowed_tokens,
-    assert_penalties_give_log_probs_of_the_penalised_logits,
 )
 from tests.engines.sglang_case import started
 

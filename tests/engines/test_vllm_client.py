@@ -8,19 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from agent_loop.checks import Reference, check_server
 from agent_loop.errors import BadPrompt, ConfigError
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.types import IntArray, SamplingParams
-from tests.engines.common import (
-    MAX_MODEL_LEN,
-    EngineCase,
-    assert_scores_are_those_of_the_reference,
-    load_reference,
-    make_model_folder,
-    prompts,
-)
-from tests.engines.vllm_cases import WORKER_EXTENSION, ServerProcess
+from tests.engines.common import MAX_MODEL_LEN, EngineCase, check_contract, make_model_folder, prompts
+from tests.engines.vllm_cases import WORKER_EXTENSION, ServerProcess, started
 
 LONG = SamplingParams(max_tokens=160, ignore_eos=True)
 
@@ -49,65 +41,32 @@ def client(process: ServerProcess, model_path: Path, **changes: object) -> Async
     return EngineCase("vllm", server_urls=(process.url,)).server(model_path, **changes)
 
 
-async def keep_generating(server: AsyncServerBase, prompt: IntArray, name: str) -> None:
-    """Generate completions without end, so that requests are in flight for as long as a test needs them."""
-    while True:
-        await server.generate(prompt, LONG, name)
-
-
 def test_the_client_keeps_the_contract_of_servers(process: ServerProcess, model_path: Path) -> None:
+    asyncio.run(check_contract(client(process, model_path), model_path))
+
+
+def test_the_limits_of_the_server_are_named(process: ServerProcess, model_path: Path) -> None:
     server = client(process, model_path)
-
-    async def main() -> None:
-        await server.start()
-        try:
-            report = await check_server(
-                server, max_model_len=MAX_MODEL_LEN, reference=Reference.load(model_path), on_result=print
-            )
-        finally:
-            await server.close()
-        report.raise_if_failed()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(main())
-
-
-def test_scores_are_those_of_the_reference_and_the_limits_of_the_server_are_named(
-    process: ServerProcess, model_path: Path
-) -> None:
-    server = client(process, model_path)
-
-    async def main() -> None:
-        await server.start()
-        try:
-            await assert_scores_are_those_of_the_reference(
-                server, load_reference(model_path), longest=MAX_MODEL_LEN - 1, has_whole_vocabulary=False
-            )
-            with pytest.raises(BadPrompt, match=f"has {MAX_MODEL_LEN} tokens, but the server takes"):
-                await server.score(prompts(1, length=MAX_MODEL_LEN)[0])
-            with pytest.raises(BadPrompt, match="start it with --max-logprobs 30"):
-                await server.score(prompts(1)[0], top_logprobs=30)
-        finally:
-            await server.close()
-
-    asyncio.run(main())
-
-
-def test_a_server_that_returns_fewer_logprobs_is_refused_at_the_start(
-    process: ServerProcess, model_path: Path
-) -> None:
-    server = client(process, model_path, rollout__top_logprobs=25)
+    with started(server) as runner:
+        with pytest.raises(BadPrompt, match=f"has {MAX_MODEL_LEN} tokens, but the server takes"):
+            runner.run(server.score(prompts(1, length=MAX_MODEL_LEN)[0]))
+        with pytest.raises(BadPrompt, match="start it with --max-logprobs 30"):
+            runner.run(server.score(prompts(1)[0], top_logprobs=30))
+    other = client(process, model_path, rollout__top_logprobs=25)
     with pytest.raises(ConfigError, match=r"does not return 26 log-probs .* start it with --max-logprobs 26"):
-        asyncio.run(server.start())
+        asyncio.run(other.start())
 
 
 def test_health_reports_the_load_of_the_server(process: ServerProcess, model_path: Path) -> None:
     server = client(process, model_path)
 
+    async def keep_generating(prompt: IntArray, name: str) -> None:
+        while True:
+            await server.generate(prompt, LONG, name)
+
     async def main() -> None:
-        await server.start()
         tasks = [
-            asyncio.ensure_future(keep_generating(server, prompt, f"full-{number}"))
+            asyncio.ensure_future(keep_generating(prompt, f"full-{number}"))
             for number, prompt in enumerate(prompts(100, seed=3))
         ]
         try:
@@ -117,8 +76,8 @@ def test_health_reports_the_load_of_the_server(process: ServerProcess, model_pat
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-            await server.close()
         assert 0 < (health.kv_cache_share or 0) <= 1
         assert 0 < health.num_running <= 100 - health.num_waiting  # some may not have reached the server
 
-    asyncio.run(main())
+    with started(server) as runner:
+        runner.run(main())

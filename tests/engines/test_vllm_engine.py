@@ -11,35 +11,30 @@ from typing import Any
 import pytest
 
 from agent_loop.errors import ServerDied, ServerError
-from agent_loop.runtime.concurrency import run_together
 from agent_loop.servers.base import Ability
 from agent_loop.servers.vllm import VLLMServer
 from agent_loop.types import SamplingParams, TokenChunk, TokenOutput
 from tests.engines.common import (
+    LETTERS,
     LOG_PROB_TOLERANCE,
     MAX_ATTEMPTS,
     assert_adapters_are_merged,
+    assert_are_letters,
+    assert_logprobs_are_of_the_allowed_tokens,
     assert_matches_the_reference,
+    assert_penalties_give_log_probs_of_the_penalised_logits,
     changed_weights,
     largest_difference,
     load_into,
     load_reference,
     make_model_folder,
     prompts,
-    reference_logprobs,
-)
-from tests.engines.constrained import (
-    LETTERS,
-    assert_are_letters,
-    assert_logprobs_are_of_the_allowed_tokens,
-    assert_penalties_give_log_probs_of_the_penalised_logits,
 )
 from tests.engines.vllm_cases import VLLM, kill_engine, started
 
 RESPONSE_LENGTH = 8000
 LONG = SamplingParams(max_tokens=RESPONSE_LENGTH - 100, ignore_eos=True)
 """Parameters of requests that outlast an abort, an update or a kill: they take longer than a test waits."""
-SHORT = SamplingParams(max_tokens=20, ignore_eos=True)
 DEATH_DEADLINE_S = 20.0
 
 
@@ -53,14 +48,10 @@ class Engine:
         self.reference = load_reference(path)
         self.version = 0
 
-    async def publish(self, *, seed: int) -> dict[str, Any]:
-        """Publish new weights to the engine and return them. The reference keeps the old weights."""
-        return await self.publish_weights(changed_weights(self.reference, seed=seed))
-
-    async def publish_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
+    async def publish(self, weights: dict[str, Any]) -> None:
+        """Publish new weights to the engine. The reference keeps the old weights."""
         self.version += 1
         await self.server.update_weights(list(weights.items()), weight_version=self.version)
-        return weights
 
 
 async def until_running(server: VLLMServer, count: int) -> None:
@@ -110,7 +101,7 @@ def test_a_weight_update_in_the_middle_keeps_the_position_in_the_schema(engine: 
             ]
             async for chunk in engine.server.stream(first, params, "schema-update"):
                 if not chunks:
-                    await engine.publish_weights(weights)
+                    await engine.publish(weights)
                 chunks.append(chunk)
         load_into(engine.reference, weights)
         return [TokenOutput.from_chunks(chunks), *(task.result() for task in tasks)]
@@ -147,47 +138,7 @@ def test_an_abort_returns_the_tokens_so_far_even_right_after_the_request(engine:
 def test_completions_match_the_merged_model_after_updates_of_adapters(engine: Engine) -> None:
     engine.run(assert_adapters_are_merged(engine.server, engine.reference, first_version=engine.version + 1))
     engine.version += 2
-    engine.run(engine.publish_weights(dict(engine.reference.named_parameters())))
-
-
-def test_requests_in_flight_continue_with_new_weights_and_each_token_has_its_version(engine: Engine) -> None:
-    async def main() -> None:
-        all_prompts = prompts(6, seed=5)
-        # Made before the requests, which would otherwise go on meanwhile.
-        weights = changed_weights(engine.reference, seed=21)
-        names = [f"flight-{index}" for index in range(len(all_prompts))]
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(engine.server.generate(prompt, LONG, name))
-                for prompt, name in zip(all_prompts, names, strict=True)
-            ]
-            streamed = []
-            async for chunk in engine.server.stream(all_prompts[0], LONG, "flight-stream"):
-                streamed.append(chunk)
-                if len(streamed) == 20:
-                    await until_running(engine.server, len(names) + 1)
-                    await engine.publish_weights(weights)
-                    # As long as this one takes, the others have new tokens.
-                    await engine.server.generate(all_prompts[0], SHORT, "after")
-                    await run_together(engine.server.abort(name) for name in [*names, "flight-stream"])
-        old, new = load_reference(engine.path), load_reference(engine.path)
-        load_into(old, dict(engine.reference.named_parameters()))
-        load_into(new, weights)
-        load_into(engine.reference, weights)
-        outputs = [*(task.result() for task in tasks), TokenOutput.from_chunks(streamed)]
-        for prompt, output in zip([*all_prompts, all_prompts[0]], outputs, strict=True):
-            assert [chunk.weight_version for chunk in output.chunks] == [
-                engine.version - 1,
-                engine.version,
-            ]
-            assert output.num_preempted >= 1
-            split = len(output.chunks[0].token_ids)
-            before = reference_logprobs(old, prompt, output.token_ids)[:split]
-            after = reference_logprobs(new, prompt, output.token_ids)[split:]
-            # Rounding grows with the context, which is thousands of tokens on a busy machine.
-            assert output.log_probs == pytest.approx([*before, *after], abs=5 * LOG_PROB_TOLERANCE)
-
-    engine.run(main())
+    engine.run(engine.publish(dict(engine.reference.named_parameters())))
 
 
 def test_a_server_that_is_asleep_refuses_requests_and_accepts_weights(engine: Engine) -> None:
@@ -198,7 +149,9 @@ def test_a_server_that_is_asleep_refuses_requests_and_accepts_weights(engine: En
         await engine.server.sleep()
         with pytest.raises(ServerError, match="asleep"):
             await engine.server.generate(prompts(1)[0], LONG, "asleep")
-        load_into(engine.reference, await engine.publish(seed=41))
+        weights = changed_weights(engine.reference, seed=41)
+        await engine.publish(weights)
+        load_into(engine.reference, weights)
         await engine.server.wake_up()
         await assert_matches_the_reference(engine.server, engine.reference, seed=41)
 

@@ -19,7 +19,7 @@ from agent_loop.servers.base import Ability
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.servers.embedded.grammar import GrammarCompiler
 from agent_loop.types import SamplingParams
-from tests.engines.constrained import (
+from tests.engines.common import (
     assert_logprobs_are_of_the_allowed_tokens,
     assert_penalties_give_log_probs_of_the_penalised_logits,
 )
