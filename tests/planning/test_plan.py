@@ -31,7 +31,7 @@ from agent_loop.planning.devices import (
 from agent_loop.planning.fit import apply, make_plan, parse_devices, smallest_change
 from agent_loop.planning.sizes import ModelShape, parse_shape, read_shape
 from agent_loop.servers.factory import make_server_specs
-from tests.families.family import Family
+from tests.families.zoo import Family
 
 EIGHT = [str(index) for index in range(8)]
 
