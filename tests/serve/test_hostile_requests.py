@@ -21,100 +21,72 @@ from tests.helpers import hermes_template, text_reply
 from tests.hostile_json import RAW, mutated
 from tests.serve.harness import ADD, MODEL
 
+
+def text(content: str, kind: str = "text") -> list[dict[str, Any]]:
+    return [{"type": kind, "text": content}]
+
+
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
+SAMPLING: dict[str, Any] = {"model": MODEL, "max_tokens": 8, "temperature": 0.5, "top_k": 3, "stream": False}
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 CHAT = {
-    "model": MODEL,
+    **SAMPLING,
     "messages": [
         {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "1 + 2?"}], "name": "ann"},
-        {
-            "role": "assistant",
-            "content": "Now:",
-            "reasoning_content": "Hm.",
-            "tool_calls": [
-                {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-            ],
-        },
+        {"role": "user", "content": text("1 + 2?"), "name": "ann"},
+        {"role": "assistant", "content": "Now:", "reasoning_content": "Hm.", "tool_calls": [CALL]},
         {"role": "tool", "tool_call_id": "c", "content": "3"},
     ],
     "tools": [ADD],
-    "max_tokens": 8,
-    "temperature": 0.5,
-    "top_k": 3,
     "seed": 1,
     "stop": ["x"],
     "stop_token_ids": [1],
-    "stream": False,
     "n": 1,
 }
+THOUGHT = {"type": "thinking", "thinking": "Hm.", "signature": ""}
+USE = {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}}
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": text("3"), "is_error": True}
+PLAIN = {"type": "text", "media_type": "text/plain", "data": "-"}
+DOCUMENT = {"type": "document", "title": "T", "source": PLAIN}
+FOUND = {"type": "search_result", "title": "T", "source": "S", "content": text("-")}
 MESSAGES = {
-    "model": MODEL,
-    "max_tokens": 8,
-    "system": [{"type": "text", "text": "Be brief."}],
+    **SAMPLING,
+    "system": text("Be brief."),
     "messages": [
-        {"role": "user", "content": [{"type": "text", "text": "1 + 2?"}]},
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "Hm.", "signature": ""},
-                {"type": "text", "text": "Now:"},
-                {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {
-                    "type": "tool_result",
-                    "tool_use_id": "c",
-                    "content": [{"type": "text", "text": "3"}],
-                    "is_error": True,
-                },
-                {"type": "text", "text": "And?"},
-                {
-                    "type": "document",
-                    "title": "T",
-                    "source": {"type": "text", "media_type": "text/plain", "data": "-"},
-                },
-                {
-                    "type": "search_result",
-                    "title": "T",
-                    "source": "S",
-                    "content": [{"type": "text", "text": "-"}],
-                },
-            ],
-        },
-        {"role": "system", "content": [{"type": "text", "text": "Hurry."}]},
+        {"role": "user", "content": text("1 + 2?")},
+        {"role": "assistant", "content": [THOUGHT, *text("Now:"), USE]},
+        {"role": "user", "content": [RESULT, *text("And?"), DOCUMENT, FOUND]},
+        {"role": "system", "content": text("Hurry.")},
     ],
-    "tools": [{"name": "add", "description": "-", "input_schema": {"type": "object", "properties": {}}}],
+    "tools": [{"name": "add", "description": "-", "input_schema": SCHEMA}],
     "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
     "thinking": {"type": "enabled", "budget_tokens": 10, "display": "omitted"},
     "output_config": {"effort": "high"},
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     "stop_sequences": ["x"],
-    "temperature": 0.5,
     "top_p": 0.5,
-    "top_k": 3,
-    "stream": False,
 }
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "x"}
+NAMED = {"type": "function", "name": "f"}
 RESPONSES = {
     "model": MODEL,
     "instructions": "Be brief.",
     "input": [
         {"type": "additional_tools", "role": "developer", "tools": [{"type": "custom", "name": "late"}]},
-        {"role": "user", "content": [{"type": "input_text", "text": "?"}]},
-        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Now:"}]},
+        {"role": "user", "content": text("?", "input_text")},
+        {"type": "reasoning", "summary": [], "content": text("Hm.", "reasoning_text")},
+        {"type": "message", "role": "assistant", "content": text("Now:", "output_text")},
         {"type": "function_call", "call_id": "c1", "name": "f", "namespace": "n", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "3"}]},
+        {"type": "function_call_output", "call_id": "c1", "output": text("3", "input_text")},
         {"type": "custom_tool_call", "call_id": "c2", "name": "p", "input": "x"},
         {"type": "custom_tool_call_output", "call_id": "c2", "output": "y"},
     ],
     "tools": [
-        {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}, "strict": True},
-        {"type": "custom", "name": "p", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}},
-        {"type": "namespace", "name": "n", "description": "d", "tools": [{"type": "function", "name": "f"}]},
+        {**NAMED, "parameters": SCHEMA, "strict": True},
+        {"type": "custom", "name": "p", "format": GRAMMAR},
+        {"type": "namespace", "name": "n", "description": "d", "tools": [NAMED]},
     ],
-    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [NAMED]},
     "text": {"format": {"type": "json_schema", "name": "s", "schema": {"type": "object"}}},
     "reasoning": {"effort": "low", "summary": "auto"},
     "include": ["reasoning.encrypted_content"],

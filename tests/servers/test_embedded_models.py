@@ -24,13 +24,13 @@ from agent_loop.servers.base import ServerSpec
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.servers.embedded.server import embedded_config
 from agent_loop.servers.factory import make_server_specs
-from agent_loop.types import SamplingParams, TokenOutput
+from agent_loop.types import SamplingParams
 from tests.servers.tiny_embedded import (
     GREEDY,
     SIZES,
     VOCAB_SIZE,
+    assert_exact,
     build,
-    full_forward_logprobs,
     joined,
     random_prompt,
     serving,
@@ -83,9 +83,8 @@ async def test_a_model_that_the_shared_cache_does_not_support_is_exact_with_a_ca
         first = await server.generate(prompt, params, "a")
         second_prompt = joined(prompt, first.token_ids, random_prompt(5, seed=1))
         second = await server.generate(second_prompt, params, "a")
-    for context, output in ((prompt, first), (second_prompt, second)):
-        expected = full_forward_logprobs(model, context, output.token_ids)
-        assert output.log_probs == pytest.approx(expected, abs=1e-4)
+    assert_exact(prompt, first, model=model)
+    assert_exact(second_prompt, second, model=model)
     [message] = [record.message for record in caplog.records if record.name.startswith("agent_loop.")]
     assert re.search(rf"runs one request at a time .*{reason}", message)
 
@@ -99,21 +98,17 @@ def test_a_model_that_a_trainer_could_not_reproduce_is_rejected(name: str) -> No
 
 async def test_the_kind_of_cache_can_be_configured() -> None:
     prompt, params = random_prompt(30), SamplingParams(max_tokens=12, seed=3)
-    outputs: list[TokenOutput] = []
+    completions: list[list[int]] = []
     for cache in ("shared", "per_request", "none"):
-        async with serving(tiny_model(), cache=cache) as server:
+        async with serving(cache=cache) as server:
             assert server.cache_kind == cache
-            outputs.append(await server.generate(prompt, params, "a"))
-    for output in outputs[1:]:
-        assert output.token_ids == outputs[0].token_ids
-        assert output.log_probs == pytest.approx(outputs[0].log_probs, abs=1e-4)
-    with pytest.raises(
-        ConfigError, match=r"not supported by .*sliding window of 32 tokens.*use another server"
-    ):
-        EmbeddedServer(
-            build(PhimoeConfig(**SIZES, **MIXTURE, sliding_window=WINDOW)),
-            config=EmbeddedConfig(max_model_len=256, cache="shared"),
-        )
+            output = await server.generate(prompt, params, "a")
+        assert_exact(prompt, output)
+        completions.append(output.token_ids)
+    assert completions[0] == completions[1] == completions[2]
+    model = build(PhimoeConfig(**SIZES, **MIXTURE, sliding_window=WINDOW))
+    with pytest.raises(ConfigError, match=r"not supported by .*window of 32 tokens.*use another server"):
+        EmbeddedServer(model, config=EmbeddedConfig(max_model_len=256, cache="shared"))
 
 
 class OwnModel(Qwen3ForCausalLM):
@@ -131,13 +126,12 @@ async def test_a_model_outside_of_the_table_is_computed_without_a_cache(
         assert server.cache_kind == "none"
         prompt = random_prompt(9)
         output = await server.generate(prompt, SamplingParams(max_tokens=4, seed=1), "a")
-    expected = full_forward_logprobs(model, prompt, output.token_ids)
-    assert output.log_probs == pytest.approx(expected, abs=1e-4)
+    assert_exact(prompt, output, model=model)
     assert "the type qwen3 is not proved for a shared cache" in caplog.text
 
 
 async def test_a_turn_resumes_the_cache_of_its_session() -> None:
-    async with serving(tiny_model(), cache="per_request") as server:
+    async with serving(cache="per_request") as server:
         prompt = random_prompt(30)
         first = await server.generate(prompt, GREEDY, "a")
         assert first.num_cached_tokens == 0
@@ -178,14 +172,14 @@ async def test_a_server_is_created_from_a_server_spec(tmp_path: Path) -> None:
 
 
 def test_a_deterministic_rollout_has_deterministic_engines() -> None:
-    rollout = RolloutConfig(deterministic=True, num_servers=2)
-    specs = make_server_specs(ModelConfig(), rollout=rollout)
-    assert [embedded_config(spec).deterministic for spec in specs] == [True, True]
-    assert not embedded_config(make_server_specs(ModelConfig(), rollout=RolloutConfig())[0]).deterministic
-    spec = replace(specs[0], engine_kwargs={"deterministic": False})
-    with pytest.raises(
-        ConfigError, match=r"engine_kwargs\.deterministic is False, but rollout\.deterministic"
-    ):
+    for is_deterministic in (True, False):
+        rollout = RolloutConfig(deterministic=is_deterministic, num_servers=2)
+        specs = make_server_specs(ModelConfig(), rollout=rollout)
+        assert [embedded_config(spec).deterministic for spec in specs] == [is_deterministic] * 2
+    rollout = RolloutConfig(deterministic=True)
+    (spec,) = make_server_specs(ModelConfig(), rollout=rollout)
+    spec = replace(spec, engine_kwargs={"deterministic": False})
+    with pytest.raises(ConfigError, match=r"deterministic is False, but rollout\.deterministic"):
         embedded_config(spec)
 
 
