@@ -89,7 +89,7 @@ test-verl: $(VENV)-verl/.installed  ## Run rollouts inside verl's trainer, in an
 	$(VENV)-verl/bin/python -m pytest -m verl -W default $(RETRY) tests/verl
 
 test-tinker: $(VENV)-tinker/.installed  ## Run Tinker's SDK against `agent-loop tinker`, in an environment of its own (2 GB).
-	$(VENV)-tinker/bin/python -m pytest -m tinker $(RETRY) tests/tinker
+	$(VENV)-tinker/bin/python -m pytest -m tinker -W default $(RETRY) tests/tinker
 
 test-containers: install-containers  ## Run the tests in containers of Podman; installs it with apt-get.
 	$(BIN)/python -m pytest -m containers $(RETRY) tests/environments/test_harbor.py tests/examples tests/workspaces

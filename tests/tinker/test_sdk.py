@@ -21,7 +21,6 @@ import pytest
 pytestmark = [
     pytest.mark.tinker,
     pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("default"),
 ]
 START_S = 240
 
