@@ -104,6 +104,16 @@ def test_limited_returns_a_valid_copy_and_does_not_change_the_original() -> None
         SamplingParams().limited(0)
 
 
+def test_parameters_after_two_interruptions_count_the_tokens_before_both() -> None:
+    params = SamplingParams(max_tokens=9).after(2).after(3)
+    assert (params.max_tokens, params.num_sampled) == (4, 5)
+
+
+def test_the_journal_keeps_log_probs_to_the_bit() -> None:
+    output = TokenOutput([1, 2], [-0.1, -1e-300], "stop")
+    assert decode_completion(encode_completion(output)).log_probs == [-0.1, -1e-300]
+
+
 IDS = np.array([1, 2], np.int32)
 ROW: dict[str, Any] = {"raw_prompt": [{"role": "user", "content": "?"}]}
 

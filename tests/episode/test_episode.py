@@ -309,6 +309,18 @@ async def test_a_prefix_is_not_kept_if_the_completion_fails() -> None:
     assert episode.messages[-1]["content"] == "byes"
 
 
+async def test_a_reply_that_fills_the_response_length_exactly_is_added_and_ends_the_episode() -> None:
+    async def ends(response_length: int) -> tuple[bool, StopReason | None, int]:
+        episode, _ = make_episode([text_reply("hm")], response_length=response_length)
+        async with episode:
+            await episode.generate({})
+            was_added = await episode.observe(user("and then?"))
+        return was_added, episode.stop_reason, len(episode.output().response_ids)
+
+    _, _, length = await ends(512)
+    assert await ends(length) == (True, StopReason.RESPONSE_LENGTH, length)
+
+
 async def test_a_prefix_counts_towards_the_response_length() -> None:
     episode, server = make_episode([text_reply("x" * 50)], response_length=8)
     with pytest.raises(EpisodeStopped):

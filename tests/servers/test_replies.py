@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 
 from agent_loop.chat.template import load_chat_template
-from agent_loop.errors import BadServerReply, SamplingParamsError, ServerDied, ServerError, ServerTimeout
+from agent_loop.errors import (
+    BadPrompt,
+    BadServerReply,
+    SamplingParamsError,
+    ServerDied,
+    ServerError,
+    ServerTimeout,
+)
 from agent_loop.runtime.isolated_task import ABANDON_GRACE_S, num_abandoned
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
 from agent_loop.servers.manager import AsyncLLMServerManager
@@ -29,6 +36,13 @@ VOCAB_SIZE = 100
 IDS = np.array([1, 2], np.int32)
 
 # -- ScriptedServer ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_prompt_leaves_room_for_a_token_in_the_context() -> None:
+    server = ScriptedServer([ScriptedReply([7])], max_model_len=3)
+    assert (await server.generate(IDS, SamplingParams(), "a")).token_ids == [7]
+    with pytest.raises(BadPrompt, match="leaves room for 2"):
+        await server.generate(np.array([1, 2, 3], np.int32), SamplingParams(), "b")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from msgspec import structs
 from torch import Tensor
@@ -300,6 +300,7 @@ def assert_equal(found: list[list[float]], expected: OfTokens, *, tolerance: flo
 
 @pytest.mark.parametrize("reference", REFERENCES, ids=lambda each: each.__name__)
 @examples(80)
+@example(groups=[[Rollout((Branch(1.0), Branch(0.0))), Rollout((Branch(0.5),))]], gamma=1.0)
 @given(groups=groups, gamma=st.sampled_from([1.0, 0.9]))
 def test_an_estimator_equals_its_reference(
     reference: Callable[[Sequence[Sample], float], OfTokens], groups: list[list[Rollout]], gamma: float
@@ -330,6 +331,16 @@ def test_gigpo_adds_the_comparison_of_turns_in_the_same_state_to_that_of_traject
     expected = {(row, turn): totals[row] + weight * value for (row, turn), value in turns.items()}
     found = estimated(samples, "gigpo", gamma=gamma, step_advantage_weight=weight, anchor_state=state_key)
     assert_equal(found, of_tokens(samples, expected))
+
+
+def test_gigpo_learns_from_turns_that_differ_in_trajectories_of_equal_reward() -> None:
+    orders = [(1.0, 0.0), (0.0, 1.0)]
+    rollouts = [Rollout((Branch(1.0, tuple(Turn(reward=reward) for reward in order)),)) for order in orders]
+    settings = AlgorithmConfig(adv_estimator="gigpo", turn_reward_weight=1.0, gamma=0.5)
+    found = estimate_batch(
+        batch_of(samples_of([rollouts])), estimators=load_estimators(settings), response_length=99
+    )
+    assert found.has_signal_B.all()
 
 
 def test_equal_placeholders_of_different_images_are_different_states() -> None:
