@@ -35,7 +35,7 @@ from tests.weights.receiving import PlainTensor, adapted_of, base_weights, flat
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
@@ -67,6 +67,7 @@ def metrics_of(folder: Path, name: str) -> list[float]:
     return [line[name] for line in read_metrics(folder / "run" / METRICS_FILE)]
 
 
+@pytest.mark.usefixtures("in_the_folder")
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_a_training_run_on_a_cluster_reaches_its_last_step(max_staleness: int, tmp_path: Path) -> None:
     trainer = make_trainer(
@@ -84,6 +85,7 @@ def test_a_training_run_on_a_cluster_reaches_its_last_step(max_staleness: int, t
     assert max(staleness) <= max_staleness
 
 
+@pytest.mark.usefixtures("in_the_folder")
 def test_processes_of_the_cluster_train_together(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, "rollout.n=4", "trainer.num_processes=2", "trainer.total_steps=3")
     result = asyncio.run(trainer.fit())
@@ -93,6 +95,7 @@ def test_processes_of_the_cluster_train_together(tmp_path: Path) -> None:
     assert max(metrics_of(tmp_path, names.LOGPROB_DIFF_MAX)) < 1e-4
 
 
+@pytest.mark.usefixtures("in_the_folder")
 def test_a_training_process_that_is_killed_ends_the_run_with_an_error_that_names_it(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, "rollout.n=4", "trainer.num_processes=2", "trainer.total_steps=100000")
 
@@ -137,6 +140,7 @@ class TwoTurns(AgentLoopBase):
 """
 
 
+@pytest.mark.usefixtures("in_the_folder")
 def test_workers_of_a_cluster_continue_forked_trajectories(tmp_path: Path) -> None:
     (tmp_path / "loops.py").write_text(FORKED)
     trainer = make_trainer(
@@ -144,7 +148,7 @@ def test_workers_of_a_cluster_continue_forked_trajectories(tmp_path: Path) -> No
         "rollout.n=3",
         "rollout.agent.num_workers=2",
         "rollout.agent.default_agent_loop=two_turns",
-        "rollout.agent.loop_files=[loops.py]",
+        f"rollout.agent.loop_files=[{tmp_path}/loops.py]",  # the cluster of an earlier test has another folder
         "rollout.multi_turn.max_turn_tokens=3",
         "rollout.response_length=64",
         "algorithm.adv_estimator=fork",
