@@ -1,11 +1,11 @@
 """Time and peak memory of updates of a pretrained model: rows and logits laid out in each way, and LoRA.
 
-    python benchmarks/bench_pretrained_update.py MODEL [--threads 2] [--json FILE]
+    python benchmarks/bench_pretrained_update.py MODEL [--dtype float32] [--threads 2] [--json FILE]
 
 A batch is a group of eight rows. A row has 215 tokens of prompt, which its group shares, a call of 37 tokens, 25
-tokens of the tool, and an answer of 10. Each way runs in a process of its own, in float32: one
-update that is not measured, and one that is. Memory is the largest resident size above that before the model was
-loaded; it includes weights, master weights, gradients, and the optimiser's state.
+tokens of the tool, and an answer of 10. Each way runs in a process of its own: one update that is not measured, and
+one that is. Memory is the largest resident size above that before the model was loaded; it includes weights, master
+weights, gradients, and the optimiser's state.
 """
 
 from __future__ import annotations
@@ -58,15 +58,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path, help="folder of the model")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
-    updates = [run_in_new_process(measure, way, options.model, threads=options.threads) for way in WAYS]
-    print_table(updates)
+    updates = [
+        run_in_new_process(measure, way, options.model, dtype=options.dtype, threads=options.threads)
+        for way in WAYS
+    ]
+    print_table(updates, dtype=options.dtype)
     conclude(updates, missed=(), json_file=options.json, is_quick=False)
 
 
-def measure(way: str, model_path: Path, *, threads: int) -> Update:
+def measure(way: str, model_path: Path, *, dtype: str, threads: int) -> Update:
     """Measure one update, after one that is not measured."""
     torch.set_num_threads(threads)
     if way == PLAIN:
@@ -74,7 +78,7 @@ def measure(way: str, model_path: Path, *, threads: int) -> Update:
         forward_module.logit_scaling = lambda model: None
     transformers.utils.logging.disable_progress_bar()
     before = resident_bytes("VmRSS")
-    model_config = ModelConfig(path=str(model_path), dtype="float32", lora_rank=RANK if way == LORA else 0)
+    model_config = ModelConfig(path=str(model_path), dtype=dtype, lora_rank=RANK if way == LORA else 0)
     config = ActorConfig(lr=1e-6, share_prefixes=way in (TREES, LORA), max_tokens_per_micro_batch=2048)
     actor = Actor(load_policy(model_config), config=config, dtype=compute_dtype(model_config))
     batch = make_batch(actor.model.config.vocab_size)
@@ -111,8 +115,8 @@ def make_batch(vocab_size: int) -> RolloutBatch:
     )
 
 
-def print_table(updates: list[Update]) -> None:
-    table = Table(title=f"update of {GROUP_SIZE} rows that share a prompt")
+def print_table(updates: list[Update], *, dtype: str) -> None:
+    table = Table(title=f"update of {GROUP_SIZE} rows that share a prompt, in {dtype}")
     for column in ("way", "seconds", "to the first", "CPU, s", "tokens/s", "memory, MB", "to the first"):
         table.add_column(column, justify="left" if column == "way" else "right")
     first = updates[0]

@@ -21,7 +21,8 @@ from examples.common.warm_start import make_warm_model
 from examples.run import tool_schemas
 from examples.two_hop_lookup import task
 
-TASK_CONFIG = Path(__file__).parents[1] / "examples" / "two_hop_lookup" / "config.yaml"
+EXAMPLES = Path(__file__).parents[1] / "examples"
+TASK_CONFIG = EXAMPLES / "two_hop_lookup" / "config.yaml"
 MeasuredT = TypeVar("MeasuredT")
 
 
