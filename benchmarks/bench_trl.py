@@ -12,7 +12,7 @@ confirms it.
 
 `--model` takes the warm-started model of the word problems (the folder `model` that `examples.run word_problems`
 writes), and trains adapters of rank 16 on them in bfloat16: 4 prompts with 8 samples, up to 3 turns, and one update,
-computed in parts of 8 samples.
+computed in parts of 8 samples, on two cores alone.
 
 The comparison is on one core and on two cores. On one core, both sides use one torch thread. On two cores, TRL uses a
 second torch thread. Ours uses an engine in a separate process (`rollout.engine: embedded_process`) and trains with two
