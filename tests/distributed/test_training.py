@@ -67,6 +67,41 @@ def metrics_of(folder: Path, name: str) -> list[float]:
     return [line[name] for line in read_metrics(folder / "run" / METRICS_FILE)]
 
 
+FORKED = """
+from agent_loop import AgentLoopBase, register
+
+
+@register("two_turns")
+class TwoTurns(AgentLoopBase):
+    async def run(self, sampling_params, **row):
+        async with self.episode(row["raw_prompt"]) as episode:
+            await episode.generate(sampling_params)
+            await episode.observe([{"role": "user", "content": "go on"}])
+            await episode.generate(sampling_params)
+        return episode.output()
+"""
+
+
+@pytest.mark.usefixtures("in_the_folder")
+def test_workers_of_a_cluster_continue_forked_trajectories(tmp_path: Path) -> None:
+    (tmp_path / "loops.py").write_text(FORKED)
+    trainer = make_trainer(
+        tmp_path,
+        "rollout.n=3",
+        "rollout.agent.num_workers=2",
+        "rollout.agent.default_agent_loop=two_turns",
+        f"rollout.agent.loop_files=[{tmp_path}/loops.py]",  # the cluster of an earlier test has another folder
+        "rollout.multi_turn.max_turn_tokens=3",
+        "rollout.response_length=64",
+        "algorithm.adv_estimator=fork",
+        "algorithm.fork.choice=every",
+        "trainer.total_steps=2",
+    )
+    asyncio.run(trainer.fit())
+    assert all(tokens > 0 for tokens in metrics_of(tmp_path, names.FORK_TOKENS))
+    assert metrics_of(tmp_path, names.FORK_LOST_SHARE) == [0, 0]
+
+
 @pytest.mark.usefixtures("in_the_folder")
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_a_training_run_on_a_cluster_reaches_its_last_step(max_staleness: int, tmp_path: Path) -> None:
@@ -123,41 +158,6 @@ def rank_1() -> int:
         if b"ray::RankActor" in path.read_bytes()
     )
     return pid
-
-
-FORKED = """
-from agent_loop import AgentLoopBase, register
-
-
-@register("two_turns")
-class TwoTurns(AgentLoopBase):
-    async def run(self, sampling_params, **row):
-        async with self.episode(row["raw_prompt"]) as episode:
-            await episode.generate(sampling_params)
-            await episode.observe([{"role": "user", "content": "go on"}])
-            await episode.generate(sampling_params)
-        return episode.output()
-"""
-
-
-@pytest.mark.usefixtures("in_the_folder")
-def test_workers_of_a_cluster_continue_forked_trajectories(tmp_path: Path) -> None:
-    (tmp_path / "loops.py").write_text(FORKED)
-    trainer = make_trainer(
-        tmp_path,
-        "rollout.n=3",
-        "rollout.agent.num_workers=2",
-        "rollout.agent.default_agent_loop=two_turns",
-        f"rollout.agent.loop_files=[{tmp_path}/loops.py]",  # the cluster of an earlier test has another folder
-        "rollout.multi_turn.max_turn_tokens=3",
-        "rollout.response_length=64",
-        "algorithm.adv_estimator=fork",
-        "algorithm.fork.choice=every",
-        "trainer.total_steps=2",
-    )
-    asyncio.run(trainer.fit())
-    assert all(tokens > 0 for tokens in metrics_of(tmp_path, names.FORK_TOKENS))
-    assert metrics_of(tmp_path, names.FORK_LOST_SHARE) == [0, 0]
 
 
 DRIVER = """
