@@ -62,27 +62,20 @@ LORA_RANK, LORA_ALPHA = 16, 32
 TARGET = 0.5
 ENGINES = {1: "embedded", 2: "embedded_process"}
 """Our engine by number of cores."""
-CORES = {False: (1, 2), True: (2,)}
-"""Numbers of cores of the tiny model and of a pretrained one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Measurements of one round."""
 
-    all_step_s: list[float]
+    step_s: list[float]
+    """Times of the steps after the warm-up."""
     cpu_s: float
     """CPU time of the whole training per step."""
     reward: float
     """Mean reward of the last step, which shows that both sides do the same work."""
     num_tokens: float
     """Sampled tokens per trajectory in the last step, which also shows that both sides do the same work."""
-
-    num_warm_up_steps: int
-
-    @property
-    def step_s(self) -> list[float]:
-        return self.all_step_s[self.num_warm_up_steps :]
 
 
 Runner = Callable[..., Measured]
@@ -107,9 +100,11 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What both sides train."""
+    """Task, sizes and steps of both sides."""
 
     example: str
+    cores: tuple[int, ...]
+    """Numbers of cores to compare on."""
     num_prompts: int
     max_turns: int
     updates_per_step: int
@@ -136,6 +131,7 @@ class Workload:
 
 TINY = Workload(
     example="two_hop_lookup",
+    cores=(1, 2),
     num_prompts=16,
     max_turns=4,
     updates_per_step=4,  # two epochs of two mini-batches
@@ -147,6 +143,7 @@ TINY = Workload(
 )
 PRETRAINED = Workload(
     example="word_problems",
+    cores=(2,),
     num_prompts=4,
     max_turns=3,
     updates_per_step=1,
@@ -241,11 +238,10 @@ def run_ours(model_path: Path, *, folder: Path, workload: Workload, num_cores: i
     cpu_s = tree_cpu_seconds() - cpu_s
     metrics = list(read_metrics(folder / METRICS_FILE))
     return Measured(
-        [step[STEP_SECONDS] for step in metrics],
+        [step[STEP_SECONDS] for step in metrics[workload.num_warm_up_steps :]],
         cpu_s / workload.total_steps,
         reward=metrics[-1][REWARD_MEAN],
         num_tokens=metrics[-1][MODEL_TOKENS] / workload.num_samples,
-        num_warm_up_steps=workload.num_warm_up_steps,
     )
 
 
@@ -291,11 +287,10 @@ def run_trl(model_path: Path, *, folder: Path, workload: Workload, num_cores: in
     last = [entry for entry in trainer.state.log_history if "reward" in entry][-1]
     ends = clock.times[:: workload.updates_per_step]
     return Measured(
-        [end - start for start, end in pairwise(ends)],
+        [end - start for start, end in pairwise(ends)][workload.num_warm_up_steps :],
         cpu_s / workload.total_steps,
         reward=last["reward"],
         num_tokens=last["completions/mean_length"],
-        num_warm_up_steps=workload.num_warm_up_steps,
     )
 
 
@@ -368,7 +363,7 @@ def main() -> None:
         if options.model is None:
             make_task_model(model_path, num_steps=300 if options.quick else 500)
         for _ in range(workload.num_rounds):
-            for num_cores in CORES[workload.is_pretrained]:
+            for num_cores in workload.cores:
                 for run in (run_ours, run_trl):
                     shutil.rmtree(folder / "run", ignore_errors=True)
                     measured = run_in_new_process(

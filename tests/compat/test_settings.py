@@ -1,4 +1,4 @@
-"""Names of verl's documents, and its configuration as loops and agents of its users read it."""
+"""Settings of verl: the names that its documents use, and what loops and agents of its users read."""
 
 from __future__ import annotations
 

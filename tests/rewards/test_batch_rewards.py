@@ -268,7 +268,7 @@ def test_the_example_in_the_docs_scores_a_group(tmp_path: Path) -> None:
 
 
 LATENCIES = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-"""Of the trajectories, in the order in which they begin: group 0 ends after 3 s, group 1 after 6 s."""
+"""Seconds that trajectories take, in the order in which they begin: group 0 ends after 3 s, group 1 after 6 s."""
 
 
 @dataclass

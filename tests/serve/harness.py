@@ -142,7 +142,7 @@ CLIENTS = {
     "respond": lambda openai, anthropic: openai.responses.create,
     "claude": lambda openai, anthropic: anthropic,
 }
-"""What a function of a test may take instead of a URL: a client, or a method of one."""
+"""Client, or method of a client, that a function of a test takes instead of a URL."""
 
 
 def program_of(function: Any) -> Any:

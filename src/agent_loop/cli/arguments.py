@@ -87,6 +87,20 @@ JsonLinesOption = Annotated[
     bool,
     typer.Option("--jsonl", help="Write JSON lines with the columns of the Parquet files, one value each."),
 ]
+HostOption = Annotated[str, typer.Option("--host", help="Address to listen on.")]
+PortOption = Annotated[
+    int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 is any free port.")
+]
+AllowedHostOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allowed-host",
+        metavar="NAME",
+        help="Host name that clients may use in addition to --host and localhost. May be given more than once.",
+    ),
+]
+EXIT_BY_SIGNAL = 128
+"""Exit code of a command that a signal ends, without the number of the signal."""
 EXIT_FAILED = 1
 """Exit code of a command that finds something wrong."""
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]

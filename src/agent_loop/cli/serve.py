@@ -10,7 +10,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from agent_loop.cli.arguments import OverridesArgument, refuse_no_model
+from agent_loop.cli.arguments import (
+    EXIT_BY_SIGNAL,
+    AllowedHostOption,
+    HostOption,
+    OverridesArgument,
+    PortOption,
+    refuse_no_model,
+)
 from agent_loop.config import Config, load_config
 from agent_loop.errors import ConfigError
 from agent_loop.files.plain_values import parse_json
@@ -20,17 +27,14 @@ NEEDS = ("prometheus_client", "starlette", "uvicorn")
 DEFAULT_MAX_MODEL_LEN = 2048
 LENGTH_FIELDS = ("max_position_embeddings", "n_positions")
 """Fields of a model's `config.json` that hold its largest context length."""
-EXIT_BY_SIGNAL = 128
 
 
 def serve_command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder or hub name.")],
     overrides: OverridesArgument = None,
     *,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 is any free port.")
-    ] = 8000,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8000,
     max_model_len: Annotated[
         int | None,
         typer.Option(
@@ -49,14 +53,7 @@ def serve_command(
             help="Key that clients must send. Without a key, every client is accepted.",
         ),
     ] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allowed-host",
-            metavar="NAME",
-            help="Host name that clients may use in addition to --host and localhost. May be given more than once.",
-        ),
-    ] = None,
+    allowed_host: AllowedHostOption = None,
     served_model_name: Annotated[
         str | None,
         typer.Option(

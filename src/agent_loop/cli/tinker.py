@@ -9,12 +9,17 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from agent_loop.cli.arguments import refuse_no_model
+from agent_loop.cli.arguments import (
+    EXIT_BY_SIGNAL,
+    AllowedHostOption,
+    HostOption,
+    PortOption,
+    refuse_no_model,
+)
 from agent_loop.errors import ConfigError
 from agent_loop.runtime.event_loop import run_to_end
 
 NEEDS = ("google.protobuf", "peft", "starlette", "uvicorn", "zstandard")
-EXIT_BY_SIGNAL = 128
 
 
 def tinker_command(
@@ -27,24 +32,15 @@ def tinker_command(
     folder: Annotated[
         Path, typer.Option("--dir", help="Folder of the journal and of the checkpoints.")
     ] = Path("runs/tinker"),
-    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 is any free port.")
-    ] = 8000,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(
             "--api-key", help="Key that clients must send, which begins with `tml-`. Any by default."
         ),
     ] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allowed-host",
-            metavar="NAME",
-            help="Host name that clients may use in addition to --host and localhost. May be given more than once.",
-        ),
-    ] = None,
+    allowed_host: AllowedHostOption = None,
     engines: Annotated[
         int,
         typer.Option(

@@ -10,13 +10,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from agent_loop.cli.arguments import find_run
+from agent_loop.cli.arguments import EXIT_BY_SIGNAL, HostOption, find_run
 from agent_loop.cli.verbosity import print_line
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.files.file_kinds import explain, find_runs
 
 NEEDS = ("starlette", "uvicorn")
-EXIT_BY_SIGNAL = 128
 
 
 def view_command(
@@ -28,7 +27,7 @@ def view_command(
         ),
     ],
     *,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    host: HostOption = "127.0.0.1",
     port: Annotated[
         int | None,
         typer.Option(

@@ -31,14 +31,13 @@ class TinkerOptions:
     name: str
     """Name of the model in requests."""
     folder: Path
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-    allowed_hosts: Sequence[str] = ()
-    engines: int = 2
-    max_model_len: int = 2048
-    deterministic: bool = False
-    device: str = "auto"
+    host: str
+    port: int
+    api_key: str | None
+    allowed_hosts: Sequence[str]
+    engines: int
+    max_model_len: int
+    deterministic: bool
 
 
 async def serve(options: TinkerOptions, *, console: Console) -> int | None:
@@ -48,7 +47,7 @@ async def serve(options: TinkerOptions, *, console: Console) -> int | None:
         exclusive_folder(options.folder, name="--dir"),
         without_progress_of_transformers(),
     ):
-        base = await run_in_thread(BaseModel, options.model, device=options.device)
+        base = await run_in_thread(BaseModel, options.model)
         config = EmbeddedConfig(
             max_model_len=min(options.max_model_len, base.max_positions), deterministic=options.deterministic
         )

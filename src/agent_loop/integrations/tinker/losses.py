@@ -26,7 +26,7 @@ class Loss:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the inputs beside the targets."""
+        """Names of the inputs that the loss takes besides the targets."""
         return _LOSSES[self.name].inputs
 
     def __call__(self, logprobs_BRK: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:

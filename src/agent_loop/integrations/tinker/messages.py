@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from agent_loop.errors import DataError
@@ -65,7 +66,7 @@ def read_training_data(body: bytes) -> TrainingData:
     """Parse a request for a forward and a backward pass."""
     try:
         message = message_class("ForwardBackwardRequest").FromString(body)
-    except Exception as error:
+    except DecodeError as error:
         raise DataError(f"the body is not a ForwardBackwardRequest: {error}") from error
     settings: dict[str, float | str] = {entry.key: entry.value for entry in message.loss_fn_config}
     settings |= {entry.key: entry.value.text or entry.value.number for entry in message.loss_fn_config_v2}

@@ -21,6 +21,7 @@ from agent_loop.runtime.threads import run_in_thread
 from agent_loop.seeds import derived_seed
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.servers.scores import TokenScores
 from agent_loop.types import FloatArray, IntArray, SamplingParams, TokenOutput
 
 
@@ -135,7 +136,6 @@ class Samplers:
 
     async def sample(self, request: SampleRequest, *, weights: Path | None, name: str) -> bytes:
         """Return the samples of a request as a message. Seeds depend on the request's seed, or else on its name."""
-        request.check()
         prompt_ids = request.token_ids
         async with self._engine(weights) as manager:
             outputs, scores = await asyncio.gather(
@@ -233,26 +233,16 @@ class Samplers:
             self._changed.notify_all()
 
 
-@dataclass(frozen=True, slots=True)
-class _Scores:
-    """Scores of the last tokens of a prompt."""
-
-    logprobs: FloatArray
-    top_ids: IntArray | None
-    top_logprobs: FloatArray | None
-
-
-async def _score(manager: AsyncLLMServerManager, request: SampleRequest) -> _Scores | None:
+async def _score(manager: AsyncLLMServerManager, request: SampleRequest) -> TokenScores | None:
     if not request.prompt_logprobs and not request.topk_prompt_logprobs:
         return None
     prompt_ids = request.token_ids
     start = 1 if request.prompt_logprobs_last_n is None else len(prompt_ids) - request.prompt_logprobs_last_n
-    found = await manager.score(prompt_ids, start=max(1, start), top_logprobs=request.topk_prompt_logprobs)
-    return _Scores(found.logprobs, found.top_ids, found.top_logprobs)
+    return await manager.score(prompt_ids, start=max(1, start), top_logprobs=request.topk_prompt_logprobs)
 
 
 def _over_prompt(
-    scores: _Scores, *, num_tokens: int
+    scores: TokenScores, *, num_tokens: int
 ) -> tuple[FloatArray, tuple[IntArray, FloatArray] | None]:
     """Return scores at all tokens of a prompt: NaN, or empty cells, at the first ones, which have none."""
     first = num_tokens - len(scores.logprobs)

@@ -100,7 +100,7 @@ class AttentionContext(Protocol):
         key: Tensor,
         value: Tensor,
         scaling: float | None,
-        window: int | None = None,
+        window: int | None,
     ) -> Tensor:
         """Compute attention for query, key and value, each [1, heads, tokens, head_dim].
 
@@ -149,7 +149,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """What the layers with the same window read."""
+    """Parts of the cache that the layers with one window read."""
 
     groups: tuple[SlotGroup, ...]
     chunks: tuple[PrefillChunk, ...]
@@ -174,7 +174,7 @@ class SlotAttention:
         key: Tensor,
         value: Tensor,
         scaling: float | None,
-        window: int | None = None,
+        window: int | None,
     ) -> Tensor:
         self.cache.write(layer, rows=self.cache_rows[key.shape[1]], key=key, value=value)
         keys, values = self.cache.keys[layer], self.cache.values[layer]
@@ -200,7 +200,7 @@ class ShapeProbe:
         key: Tensor,
         value: Tensor,
         scaling: float | None,
-        window: int | None = None,
+        window: int | None,
     ) -> Tensor:
         self.layers[layer] = LayerShape(
             key.shape[1], key.shape[-1], value.shape[-1], key.dtype, key.device, window
