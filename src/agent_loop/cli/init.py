@@ -104,7 +104,7 @@ def _use_model(config: Path, model: str) -> None:
     text = config.read_text(encoding="utf-8")
     for tiny, pretrained in (
         (f"  path: {MODEL}\n  device: cpu\n", f"  path: {model}\n  dtype: bfloat16\n  lora_rank: 16\n"),
-        ("  prompt_length: 64 ", "  prompt_length: 1024 "),
+        ("  prompt_length: 64  ", "  prompt_length: 1024"),
         ("  response_length: 128\n", "  response_length: 512\n"),
         ("  lr: 3.0e-4\n", "  lr: 1.0e-4\n"),
     ):
